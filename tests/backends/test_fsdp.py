@@ -10,11 +10,13 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from transformers import AutoModelForCausalLM
 
 from tests.backends.engines import KEPT, Ranks
 from tests.backends.gradients import assert_as_by_hand
 from tests.backends.recomputing import assert_recomputed
+from trinity_sync.backends.fsdp import accumulate_without_unused
 from trinity_sync.checkpoint.difference import compare
 from trinity_sync.checkpoint.export import export_checkpoint
 from trinity_sync.checkpoint.reading import open_weights
@@ -293,3 +295,11 @@ def test_the_cpus_device_module_answers_what_verl_asks_of_an_accelerators() -> N
         getattr(module, name)()
     module.set_device(0)
     assert module.current_stream is torch.cpu.current_stream
+
+
+def test_gradients_add_up_where_a_module_is_not_used() -> None:
+    """FSDP2 has never gathered the parameters of such a module."""
+    never_gathered = object.__new__(FSDPParam)
+    never_gathered.reduce_dtype = torch.float32
+    accumulate_without_unused()
+    never_gathered.to_accumulated_grad_if_needed()

@@ -454,6 +454,14 @@ def test_the_record_and_the_settings_alone_are_enough(
     assert reproduce(sent, "hydra.run.dir=again") == 1
 
 
+def test_a_repetition_without_versions_is_called_equal_by_its_metrics_only(
+    launcher: Computing, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert reproduce(first(), "sync.verify=off") == 0
+    told = "equal: 0 versions and 10 values of metrics, bit for bit; no version was compared\n"
+    assert capsys.readouterr().out == told
+
+
 # bundles
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -239,11 +240,27 @@ def test_a_job_that_a_queue_starts_again_keeps_its_files(launcher: Computing, mo
     line = ["-m", *JSONL, "live=off", "hydra.sweep.dir=sweep", "task.path=data/*.jsonl", "seed=0,1"]
     assert app.run_main(launch.main, line) == 0
     write(Path("data/aa.jsonl"))
+    start_again(monkeypatch, line)
+    assert [prompts(call.cfg) for call in launcher.calls] == [["a", "b"]] * 4
+
+
+def test_a_job_that_a_queue_starts_again_takes_nothing_but_the_files_of_its_patterns_from_its_folder(
+    launcher: Computing, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = ["-m", *JSONL, "live=off", "hydra.sweep.dir=sweep", "task.path=data/*.jsonl", "seed=0"]
+    assert app.run_main(launch.main, line) == 0
+    saved = Path("sweep/0/.hydra/matched_files.json")
+    saved.write_text(json.dumps(json.loads(saved.read_text()) | {"trainer.lr": 7.0, "task.validation.path": "x"}))
+    start_again(monkeypatch, line)
+    first, again = (call.cfg for call in launcher.calls)
+    assert (again.trainer.lr, again.task) == (first.trainer.lr, first.task)
+
+
+def start_again(monkeypatch: pytest.MonkeyPatch, line: list[str]) -> None:
     monkeypatch.setattr(sweeps, "started_again", lambda hydra, folder: True)
     monkeypatch.setattr(sweeps, "has_completed", lambda folder: False)
     monkeypatch.setattr(app, "sweep_problem", lambda hydra, jobs: None)
     assert app.run_main(launch.main, line) == 0
-    assert [prompts(call.cfg) for call in launcher.calls] == [["a", "b"]] * 4
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ import json
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict
-from functools import partial
+from functools import cache, partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -159,6 +159,7 @@ def logits_in_fp32(engine: FsdpEngine) -> None:
     engine.module.register_forward_hook(widen)
 
 
+@cache
 def accumulate_without_unused() -> None:
     """Let gradients add up over micro-batches where no micro-batch uses some modules, such as a vision tower.
 

@@ -271,7 +271,7 @@ def _verdict(comparison: Comparison, settings: Replay, differs: Sequence[Environ
 
     compared = f"{plural(comparison.versions, 'version')} and {plural(comparison.values, 'value')} of metrics"
     if comparison.equal:
-        yield f"equal: {compared}, bit for bit"
+        yield f"equal: {compared}, bit for bit{'' if comparison.versions else '; no version was compared'}"
         return
     version, metrics = comparison.first_version, comparison.first_metrics
     if version is not None:

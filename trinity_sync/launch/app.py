@@ -213,7 +213,8 @@ def _launch(cfg: RunConfig, run_dir: Path, *, saved_by_hydra: bool = True) -> in
         if cfg.select(_EPOCHS) is not None and (steps := planned_steps(run_dir)):  # the file may have grown
             places = {**places, "trainer.steps": steps, _EPOCHS: None}
         with contextlib.suppress(OSError, ValueError):  # there was no pattern
-            places = {**places, **json.loads((run_dir / SETTINGS_FOLDER / _MATCHED).read_text("utf-8"))}
+            matched = json.loads((run_dir / SETTINGS_FOLDER / _MATCHED).read_text("utf-8"))
+            places = {**places, **{key: matched[key] for key in pattern_files(used.composed) if key in matched}}
     used = used.updated(places)  # as `trinity-sync resume` does, see `config.invocation`
     used = used.updated(pattern_files(used.composed))
     used.check()

@@ -219,7 +219,7 @@ class SyncMode(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """What a publisher sent, where that is not the whole version as it was staged."""
+    """A publisher's report on a version, of which it may have sent a part only."""
 
     encoding: str
     nbytes: int

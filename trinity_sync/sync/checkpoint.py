@@ -15,7 +15,7 @@ import shutil
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import ExitStack, nullcontext
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from trinity_sync.actors.agent_client import WrittenDelta
 from trinity_sync.actors.calls import results
@@ -53,6 +53,8 @@ from trinity_sync.weights.shard_file import ShardFile, open_shard_file, write_sh
 if TYPE_CHECKING:
     import torch
 
+    from trinity_sync.config.schema import DeltaConfig
+
 
 class CheckpointMode(SyncMode):
     """Versions travel through the checkpoint folder.
@@ -64,7 +66,7 @@ class CheckpointMode(SyncMode):
     """
 
     def __init__(
-        self, *, durable: bool, encoding: str = "full", delta: DeltaOptions | None = None, **settings: object
+        self, *, durable: bool, encoding: str = "full", delta: DeltaConfig | None = None, **settings: object
     ) -> None:
         self._durable = durable
         self._delta = delta if encoding == "delta" else None
@@ -126,22 +128,15 @@ class CheckpointPublisher:
         return deliver_each(self._side, explorers, version)
 
 
-class DeltaOptions(Protocol):
-    """The keys of `sync.delta`."""
-
-    full_every: int  # versions from one full version to the next
-    codec: str  # see `PartEncoder`
-
-
 class DeltaPublisher(CheckpointPublisher):
-    """The driver's half with deltas: has the agents compare each version with the one before, whose slot nobody fills
-    meanwhile, and commits the first version and every so many in full, too.
+    """The driver's half with deltas. The node agents compare each version with the one before, whose slot nobody fills
+    meanwhile. The first version, and then one of every `full_every`, is written in full as well.
 
     Args:
         root: folder of the deltas, in that of the checkpoints. Those of an earlier attempt are deleted.
     """
 
-    def __init__(self, side: TrainerSide, store: StateDictStore, durable: bool, root: Path, keys: DeltaOptions) -> None:
+    def __init__(self, side: TrainerSide, store: StateDictStore, durable: bool, root: Path, keys: DeltaConfig) -> None:
         super().__init__(side, store, durable)
         self._root = root
         self._keys = keys
