@@ -51,8 +51,8 @@ def config_digest(cfg: DictConfig, *, places: Sequence[str] = LOCATIONS, lists: 
     """Return the digest of a configuration's content, independent of where it runs: xxh3_128 hex of canonical JSON.
 
     The configuration is resolved. `LOCATIONS` are left out, and our own classes, since they follow from the options.
-    Local paths of `NAMED_BY_PATH`, also in `lists`, count by their last component. Canonical JSON is UTF-8 with sorted keys and no
-    blanks.
+    Local paths of `NAMED_BY_PATH` count by their last component, also those in lists (`lists`). Canonical JSON is UTF-8
+    with sorted keys and no blanks.
     """
     values = _plain_values(plain(cfg))
     _drop_places(values, places)
