@@ -19,6 +19,7 @@ from trinity_sync.config import RunConfig, compose
 from trinity_sync.errors import ConfigError
 from trinity_sync.host.references import task_name
 from trinity_sync.launch import app, sweeps
+from trinity_sync.samples.record import Prompt
 from trinity_sync.tracking.run_record import read_record
 
 JSONL = ("task=jsonl", "trainer.steps=3")
@@ -124,11 +125,67 @@ def test_a_resume_keeps_the_files_that_matched_first(
     assert len(saved(run).task.path) == 3
 
 
-def test_a_pattern_behind_a_reference_stays(launcher: Computing, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_files_of_a_pattern_behind_a_reference_are_kept_too(
+    launcher: Computing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("DATA", "data")
     run = first("task.path=${oc.env:DATA}/*.jsonl")
-    assert OmegaConf.to_container(saved(run))["task"]["path"] == "${oc.env:DATA}/*.jsonl"  # type: ignore[index, call-overload]
-    assert prompts(launcher.calls[0].cfg) == ["a", "b"]
+    write(Path("data/aa.jsonl"))
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["reproduce", str(run)]) == 0
+    assert cli.main(["resume", str(run)]) == 0
+    assert [prompts(call.cfg) for call in launcher.calls[1:]] == [["a", "b"]] * 2
+
+
+def test_one_file_of_a_list_counts_from_the_folder_of_the_command_as_the_list_does(
+    launcher: Computing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = first("task.path=[c.jsonl,data/a.jsonl]")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["resume", str(run), "task.path.1=work/data/b.jsonl"]) == 0
+    assert prompts(launcher.calls[-1].cfg) == ["c", "b"]
+
+
+class OwnTask:
+    """A user's class, whose path is not of files."""
+
+    def __init__(self, path: object, seed: int) -> None:
+        self.path = path
+
+    def prompts(self, step: int, count: int) -> list[Prompt]:
+        raise NotImplementedError
+
+    def reward(self, prompt: Prompt, text: str, finished: bool) -> float:
+        raise NotImplementedError
+
+
+@pytest.mark.parametrize("path", [["*"], ["a", "b"]])
+def test_a_list_of_another_meaning_stays_as_it_is(
+    launcher: Computing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: Any
+) -> None:
+    Path("conf/task").mkdir(parents=True)
+    option = {"_target_": f"{__name__}.OwnTask", "path": path}
+    OmegaConf.save(OmegaConf.create(option), "conf/task/own.yaml")
+    run = first("--config-dir=conf", "task=own")
+    monkeypatch.chdir(tmp_path)
+    assert cli.main(["resume", str(run)]) == 0
+    assert cli.main(["reproduce", str(run)]) == 0
+    assert [call.cfg.task.path for call in launcher.calls] == [path] * 3
+
+
+def test_lists_have_the_digests_of_earlier_releases_too(launcher: Computing) -> None:
+    cfg = RunConfig(compose([*JSONL, "task.path=[c.jsonl,data/a.jsonl]"]))
+    assert cfg.has_digest(config.config_digest(cfg.composed, lists=False))
+    assert cfg.has_digest(config.config_digest(cfg.composed))
+
+
+def test_a_reward_that_needs_an_answer_is_refused_without_answers(launcher: Computing) -> None:
+    told = "task.answer_key is null, but the reward {} compares responses with an answer; name the field of the answers"
+    weighted = "task.reward=[my.score,0.2*trinity_sync.tasks.rewards.contains_answer]"
+    line = ("task.path=c.jsonl", "task.answer_key=null")
+    assert refusal(*line).startswith(told.format("exact_match"))
+    assert refusal(*line, weighted).startswith(told.format("contains_answer"))
+    config.check(compose([*JSONL, *line, "task.reward=my.score"]))
 
 
 def test_a_repetition_has_the_same_files_and_their_names_are_in_the_digest(

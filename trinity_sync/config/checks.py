@@ -389,6 +389,10 @@ def _check_task(get: Get) -> Iterator[Problem]:
     ours = is_dataclass(OmegaConf.get_type(task))  # the path of another task may be anything
     if "path" in task and (isinstance(path := get("task.path"), str) or ours):
         yield from check_files("task.path", path)
+    needs = re.search(r"trinity_sync\.tasks\.rewards\.([a-z]\w*)", str(task.get("reward")))
+    if ours and needs and task.get("answer_key", "") is None:
+        told = f"is null, but the reward {needs[1]} compares responses with an answer; name the field of the answers"
+        yield Problem("task.answer_key", f"{told}, or choose another task.reward")
 
 
 _CHECKS: tuple[Check, ...] = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 import os
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
@@ -46,19 +47,19 @@ EARLIER_LOCATIONS = LOCATIONS[:-1]
 """The same for the digests of earlier releases."""
 
 
-def config_digest(cfg: DictConfig, *, places: Sequence[str] = LOCATIONS) -> str:
+def config_digest(cfg: DictConfig, *, places: Sequence[str] = LOCATIONS, lists: bool = True) -> str:
     """Return the digest of a configuration's content, independent of where it runs: xxh3_128 hex of canonical JSON.
 
     The configuration is resolved. `LOCATIONS` are left out, and our own classes, since they follow from the options.
-    Local paths of `NAMED_BY_PATH` count by their last component. Canonical JSON is UTF-8 with sorted keys and no
-    blanks.
+    Local paths of `NAMED_BY_PATH` count by their last component, also those in lists (`lists`). Canonical JSON is UTF-8
+    with sorted keys and no blanks.
     """
     values = _plain_values(plain(cfg))
     _drop_places(values, places)
     for key in NAMED_BY_PATH:
         *parents, last = key.split(".")
         owner = section(values, *parents)
-        if last in owner:
+        if last in owner and (lists or isinstance(owner[last], str)):
             owner[last] = each_path(owner[last], _last_name)
     text = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return xxhash.xxh3_128_hexdigest(text.encode())
@@ -239,7 +240,8 @@ class RunConfig:
 
     def has_digest(self, digest: str) -> bool:
         """Return whether this or an earlier release gives the configuration a digest."""
-        return any(config_digest(self.composed, places=places) == digest for places in (LOCATIONS, EARLIER_LOCATIONS))
+        ways = itertools.product((LOCATIONS, EARLIER_LOCATIONS), (True, False))  # lists were those of users' classes
+        return any(config_digest(self.composed, places=places, lists=lists) == digest for places, lists in ways)
 
     def diff(self, new: RunConfig) -> list[Difference]:
         """See `config_diff`."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -236,7 +237,9 @@ def anchored(cfg: DictConfig, folder: Path) -> DictConfig:
     for key in PATHS:
         with suppress(OmegaConfBaseException):  # the checks report it
             value = OmegaConf.select(found, key)
-            if isinstance(value, str | ListConfig) and (elsewhere or any(one[:1] == "~" for one in path_list(value))):
+            if not isinstance(value, str | ListConfig) or not _is_of_files(found, value, folder):
+                continue
+            if elsewhere or any(one[:1] == "~" for one in path_list(value)):
                 OmegaConf.update(found, key, each_path(value, partial(_absolute, key, folder=folder)))
     return found
 
@@ -249,15 +252,20 @@ def each_path(value: object, change: Callable[[str], str]) -> Value:
 
 
 def pattern_files(cfg: DictConfig) -> dict[str, list[str]]:
-    """Return the files that match now, by the key of each setting with a pattern. References stay."""
-    found, written = {}, cast("Settings", as_written(cfg))
+    """Return the files that match now, by the key of each setting with a pattern."""
+    found = {}
     for key in _OF_ROWS:
-        *above, last = key.split(".")
-        value = section(written, *above).get(last)
-        with suppress(ConfigError):  # the checks report it
-            if value != "???" and "${" not in str(value) and (files := matched_files(value)) != path_list(value):
+        with suppress(ConfigError, OmegaConfBaseException):  # the checks report it
+            value = OmegaConf.select(cfg, key)
+            if _is_of_files(cfg, value, Path()) and (files := matched_files(value)) != path_list(value):
                 found[key] = files
     return found
+
+
+def _is_of_files(cfg: DictConfig, path: object, folder: Path) -> bool:
+    """Return whether the path of a task is of files; a list of a user's class may be of anything."""
+    ours = str(OmegaConf.select(cfg, "task._target_")).startswith("trinity_sync.")
+    return ours or isinstance(path, str) or all((folder / one).exists() for one in path_list(path))
 
 
 def from_here(overrides: Sequence[str], folder: Path) -> list[str]:
@@ -273,7 +281,7 @@ def from_here(overrides: Sequence[str], folder: Path) -> list[str]:
 def _from(here: Path, text: str) -> str:
     override = parse(text)
     name, value = override.get_key_element(), override.value()
-    key = name.lstrip("+")
+    key = re.sub(r"\.\d+$", "", name.lstrip("+"))  # of one path in a list
     if key not in (*PATHS, RESUME_FROM) or not isinstance(value, str | list) or "${" in str(value):
         return text
     place = each_path(value, partial(_absolute, key, folder=here))
