@@ -157,8 +157,7 @@ class DeltaPublisher(CheckpointPublisher):
         whole = {start: found for start, found in by_start.items() if len(found) == len(sealed.parts)}
         deltas = [(start, sum(one.nbytes for one in found)) for start, found in whole.items()]
         named = None if full is None else os.path.relpath(full.resolve(), self._root.parent.resolve())
-        index = VersionIndex(named, deltas)
-        index.write(folder, durable=self._durable)
+        VersionIndex(named, deltas).write(folder, durable=self._durable)
         self._commit(sealed, folder)
         self._before, self._count = (sealed.version, sealed.slot), self._count + 1
         if is_full:

@@ -97,7 +97,7 @@ class PartEncoder:
         self.codec = codec if codec != "auto" else "class_gap" if native.library() is not None else "gap8z"
         self._last: Point | None = None
         self._digests: list[bytes] = []
-        self._count = 0
+        self._count, self._most = 0, _MOST_LOGGED * layout.nbytes
         self._spans: dict[int, _Span] = {}
 
     @property
@@ -117,26 +117,19 @@ class PartEncoder:
         old, new = (_arrays(self._layout, segment) for segment in segments)
         if base != self._last:
             self._count, self._digests = 0, list(pool.map(delta.digest, old))
-            self._spans = {length: self._span(base) for length in SPANS}
+            self._spans = {length: _Span(base, self._digests, self._most) for length in SPANS}
         self._last = None  # after an error the next call begins anew
         pieces = list(pool.map(self._piece, range(len(old)), old, new))
         self._count, self._digests = self._count + 1, [piece.result for piece in pieces]
         found = [self._joined(base, version, pieces)]
-        for length in SPANS:
-            span = self._spans.get(length)
-            if span is not None and span.nbytes > span.most:
-                span = None
-                del self._spans[length]
+        for length, span in self._spans.items():
             if self._count % length == 0:
-                if span is not None:
+                if span.nbytes <= span.most:
                     merged = list(pool.map(self._merged, [span] * len(new), range(len(new)), new))
                     found.append(self._joined(span.start, version, merged))
-                self._spans[length] = self._span(version)
+                self._spans[length] = _Span(version, self._digests, self._most)
         self._last = version
         return found
-
-    def _span(self, start: Point) -> _Span:
-        return _Span(start, self._digests, _MOST_LOGGED * self._layout.nbytes)
 
     def _piece(self, number: int, old: Elements, new: Elements) -> _PieceDelta:
         known, dtype = self._digests[number], self._layout.by_shard[number][2]
