@@ -162,7 +162,7 @@ class PartEncoder:
 
 
 class PartDelta:
-    """The delta of a part, read. `name`: of its file, for messages.
+    """The delta of a part, read. `name`: for messages.
 
     Attributes:
         start, end: the versions that it leads from and to.
@@ -173,7 +173,7 @@ class PartDelta:
         DeltaError: it is damaged, or of another format; WrongBaseError: of another layout.
     """
 
-    def __init__(self, layout: PartLayout, data: bytes, name: str) -> None:
+    def __init__(self, layout: PartLayout, data: bytes | memoryview, name: str) -> None:
         if data[: len(_MAGIC)] != _MAGIC:
             raise DeltaError(f"{name} is no delta of a part, or one of another format")
         if len(data) < _HEAD.size or xxh3_128(memoryview(data)[_DIGESTED:]).digest() != data[4:_DIGESTED]:
