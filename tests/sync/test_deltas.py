@@ -8,24 +8,27 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from ray.exceptions import OutOfDiskError
 
 from tests.sync.helpers import LIMIT, PretendTrainer, empty, make_loader, node_id, random_weights
 from tests.sync.test_loading import FolderStore, side_of
 from tests.weights.helpers import reference_digest
-from trinity_sync.actors.agent_client import AgentClient
+from trinity_sync.actors.agent_client import AgentClient, SharedDelta
 from trinity_sync.actors.synchronizer_client import Sealed
-from trinity_sync.errors import RunError
+from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync import Synchronizer
 from trinity_sync.sync.base import ExplorerSide, LayoutCache, Published
 from trinity_sync.sync.checkpoint import CheckpointMode, DeltaPublisher
-from trinity_sync.sync.deltas import DeltaTransport, Route, VersionIndex, find_route, version_folder
+from trinity_sync.sync.deltas import DeltaTransport, KeptDeltas, Route, VersionIndex, find_route, version_folder
 from trinity_sync.sync.memory import MemoryMode
 from trinity_sync.sync.weight_loader import WeightLoader
 from trinity_sync.weights.delta import DeltaError
+from trinity_sync.weights.part_delta import EncodedDelta
 
 
 def also(*values: Any) -> list[Any]:
@@ -396,11 +399,11 @@ class MemoryRun(Run):
         """Lose the next delta that is fetched."""
         patch = pytest.MonkeyPatch()
 
-        def gone(*given: Any, **named: Any) -> memoryview:
+        def result(limit: float) -> memoryview:
             patch.undo()
-            raise RunError("the node agent could not send a delta: it is lost")
+            raise WaitTimeout("the node agent", "send a delta", limit)
 
-        patch.setattr("trinity_sync.sync.memory.fetch_delta", gone)
+        patch.setattr("trinity_sync.sync.deltas.Call", lambda *given: SimpleNamespace(result=result))
 
 
 @pytest.fixture
@@ -455,6 +458,33 @@ def test_kept_deltas_that_cannot_be_used_cost_a_full_version_and_are_told(in_mem
     assert report.bytes_moved == in_memory.full_bytes
     in_memory.publish(2)
     assert assert_holds(loader, here, in_memory).bytes_moved < in_memory.full_bytes / 2
+
+
+KEPT = EncodedDelta(Version(0, 1), [b"delta"], 1)
+
+
+def test_a_part_that_is_smaller_than_its_delta_has_one_nevertheless(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.put", lambda data: bytes(data))
+    kept = KeptDeltas(0)
+    kept.add(Version(0, 2), KEPT)
+    assert kept.chain(Version(0, 2), Version(0, 1)) == [SharedDelta(Version(0, 1), 5, b"delta")]
+    assert kept.chain(Version(0, 2), Version(0, 2)) is None
+
+
+def test_an_agent_keeps_the_newest_deltas_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.put", len)
+    kept = KeptDeltas(16 * 2**20)
+    for step in range(5):
+        kept.add(Version(0, step + 1), EncodedDelta(Version(0, step), [bytes(2**20 - 1)], 1))
+    assert kept.chain(Version(0, 5), Version(0, 3)) is not None
+    assert kept.chain(Version(0, 5), Version(0, 2)) is None
+
+
+def test_a_full_object_store_costs_deltas_and_not_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = KeptDeltas(1000)
+    monkeypatch.setattr("ray.put", Mock(side_effect=OutOfDiskError()))
+    assert kept.add(Version(0, 2), KEPT) == 5
+    assert kept.chain(Version(0, 2), Version(0, 1)) is None
 
 
 def test_parts_of_two_nodes_are_followed(

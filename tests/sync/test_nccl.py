@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import ray
@@ -20,12 +21,14 @@ from trinity_sync.actors.agent_client import AgentClient
 from trinity_sync.actors.explorer_client import ExplorerClient, LoadReport
 from trinity_sync.actors.rank_client import RankClient
 from trinity_sync.actors.synchronizer_client import Sealed
-from trinity_sync.errors import RunError
+from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.protocol.rounds import RoundMember
+from trinity_sync.protocol.versions import Version
 from trinity_sync.sync import Synchronizer, nccl
-from trinity_sync.sync.base import TrainerSide
+from trinity_sync.sync.base import LayoutCache, TrainerSide
 from trinity_sync.sync.broadcast_group import BroadcastGroup
-from trinity_sync.sync.nccl import NcclPublisher
+from trinity_sync.sync.nccl import NcclPublisher, NcclTransport
+from trinity_sync.weights.delta import DeltaError
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.shards import whole
 
@@ -197,8 +200,12 @@ class Following:
 
     def __init__(self, trainer: PretendTrainer, ranks: list[RankClient], explorers: dict[str, ExplorerClient]) -> None:
         self.trainer, self.explorers, self.weights = trainer, explorers, weights(20)
-        side = TrainerSide(synchronizer=trainer.synchronizer, agents=trainer.agents, ranks=ranks, timeout_s=LIMIT)
-        self.publisher = NcclPublisher(side, "gloo", SimpleNamespace(codec="auto"))
+        self._ranks = ranks
+        self.publisher = self.publisher_of(LIMIT)
+
+    def publisher_of(self, timeout_s: float) -> NcclPublisher:
+        given = {"synchronizer": self.trainer.synchronizer, "agents": self.trainer.agents, "ranks": self._ranks}
+        return NcclPublisher(TrainerSide(**given, timeout_s=timeout_s), "gloo", SimpleNamespace(codec="auto"))
 
     def publish(self, share: float = 0.01) -> Sealed:
         """Publish a version with a share of new elements."""
@@ -250,9 +257,46 @@ def test_a_delta_that_an_explorer_cannot_take_is_told_and_the_version_sent_in_fu
     ask(following.explorers["explorer-1"], how)
     reports = following.deliver(following.publish(share=0.1))
     assert not any(following.is_delta(report) for report in reports)
-    assert all("was sent once more, in full: explorer-1 cannot load" in str(report.fault) for report in reports)
+    faults = {report.explorer: str(report.fault) for report in reports}
+    assert "was sent once more, in full: explorer-1 cannot load" in faults["explorer-1"]
+    assert faults["explorer-0"] == "None"
     reports = following.deliver(following.publish())
     assert all(following.is_delta(report) and report.fault is None for report in reports)
+
+
+def test_a_delta_that_no_agent_hands_out_is_not_waited_for(
+    following: Following, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    following.deliver(following.publish())
+    sealed = following.publish()
+    late = WaitTimeout("the agent", "hand out the deltas", 1.0)
+    monkeypatch.setattr("trinity_sync.sync.deltas.shared_deltas", Mock(side_effect=late))
+    assert not any(following.is_delta(report) for report in following.deliver(sealed))
+
+
+def test_an_explorer_that_hangs_ends_a_round_of_deltas_too(
+    following: Following, stopped: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trinity_sync.actors.calls._GRACE_S", 0.5)
+    following.deliver(following.publish())
+    following.publisher = following.publisher_of(2.0)
+    following.deliver(following.publish())
+    sealed = following.publish()
+    lead = Mock(wraps=following.publisher._lead_round)
+    monkeypatch.setattr(following.publisher, "_lead_round", lead)
+    os.kill(stopped, signal.SIGSTOP)
+    with pytest.raises(RunError, match="explorer-1"):
+        following.publisher.deliver(following.explorers, sealed.version)
+    assert lead.call_count == 1
+    os.kill(stopped, signal.SIGCONT)
+    following.publisher = following.publisher_of(LIMIT)
+    following.deliver(following.publish())
+
+
+def test_a_transport_of_whole_versions_refuses_a_delta() -> None:
+    broadcast = SimpleNamespace(base=Version(0, 1))
+    with pytest.raises(DeltaError, match="explorer-0 takes whole versions only"):
+        next(NcclTransport("explorer-0", LayoutCache({}, LIMIT)).buckets(SimpleNamespace(), broadcast, lambda *_: None))
 
 
 def test_an_explorer_that_dies_in_a_round_is_lost_and_the_other_gets_the_version(

@@ -88,7 +88,7 @@ class AgentClient(RayClient):
     share = RemoteMethod(NodeAgent.share, "hand out {2}")
     write = RemoteMethod(NodeAgent.write, "write slot {0} into {1}")
 
-    encode_deltas = RemoteMethod(NodeAgent.encode_deltas, "write the deltas of version {0}")
+    encode_deltas = RemoteMethod(NodeAgent.encode_deltas, "make the deltas of version {0}")
     share_deltas = RemoteMethod(NodeAgent.share_deltas, "hand out the deltas of version {0}")
 
     save_published = RemoteMethod(NodeAgent.save_published, "write the explorers' version of step {0}")

@@ -267,6 +267,8 @@ def _check_staleness(get: Get) -> Iterator[Problem]:
 
 def _check_encoding(get: Get) -> Iterator[Problem]:
     if get("sync.encoding") == "delta":
+        if get(f"sync.{TARGET}") not in own_targets():
+            yield Problem("sync.encoding", "is delta, which a sync mode of your own does not take; set it to full")
         takes = ("hf", "vllm", "bytes")
         if (chosen := get("explorer.kind")) in own_labels("explorer") and chosen not in takes:
             told = f"is delta, which explorer={chosen} does not take yet; choose explorer=hf or sync.encoding=full"

@@ -15,7 +15,7 @@ import heapq
 import itertools
 import json
 import shutil
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -23,15 +23,16 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 import ray
+from ray.exceptions import RayError
 
-from trinity_sync.actors.agent_client import SharedDelta, WrittenDelta
+from trinity_sync.actors.agent_client import AgentClient, SharedDelta, WrittenDelta
 from trinity_sync.actors.calls import Call, results
 from trinity_sync.actors.rank_client import Broadcast
 from trinity_sync.actors.synchronizer_client import Sealed
 from trinity_sync.errors import RunError
 from trinity_sync.host.durable import replace_file
 from trinity_sync.host.logs import story
-from trinity_sync.protocol.parts import delta_file, shard_file
+from trinity_sync.protocol.parts import PartInfo, delta_file, shard_file
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.base import (
     Bucket,
@@ -45,7 +46,7 @@ from trinity_sync.sync.base import (
 from trinity_sync.weights import delta
 from trinity_sync.weights.delta import DeltaError, WrongBaseError
 from trinity_sync.weights.layout import Cut, PartLayout
-from trinity_sync.weights.part_delta import EncodedDelta, PartDelta, Point
+from trinity_sync.weights.part_delta import SPANS, EncodedDelta, PartDelta, Point
 from trinity_sync.weights.shard_file import ShardFile
 from trinity_sync.weights.shards import itemsize
 
@@ -55,8 +56,12 @@ if TYPE_CHECKING:
     from trinity_sync.sync.arrivals import SharedSegment
 
 _FORMAT = 1
-_MOST_KEPT = 1 / 2
+_MOST_KEPT = 1 / 8
 """Share of a part's bytes that deltas in memory may take. Those of the newest version are kept in any case."""
+_LEAST_BYTES = 2**20
+"""What the deltas of a part may take in any case: those of a tiny part are larger than the part."""
+_FETCH_SHARE = 1 / 4
+"""Share of `sync.timeout_s` in which a delta has to come. The rest is for the full version in its place."""
 
 
 def version_folder(root: Path, version: Point) -> Path:
@@ -137,21 +142,22 @@ class VersionDeltas:
 
     Args:
         codec: `sync.delta.codec`.
+        spans: as of `PartEncoder`.
     """
 
-    def __init__(self, side: TrainerSide, codec: str) -> None:
+    def __init__(self, side: TrainerSide, codec: str, spans: Sequence[int] = SPANS) -> None:
         self._side = side
-        self._codec = codec
+        self._how = codec, spans
         self._before: tuple[Version, int] | None = None  # the last version and its slot
 
     def encode(self, sealed: Sealed, folder: Path | None = None, *, durable: bool = False) -> list[WrittenDelta]:
         """Have the deltas to a version made, none to the first one: in files of a folder, or kept by the agents."""
         if self._before is None:
             return []
-        given = sealed.version, sealed.slot, *self._before, None if folder is None else str(folder), self._codec
+        given = sealed.version, sealed.slot, *self._before, None if folder is None else str(folder), *self._how
         nodes = sorted({info.node for info in sealed.parts.values()})
         calls = [self._side.agents[node].encode_deltas(*given, fsync=durable) for node in nodes]
-        found = results(calls, self._side.timeout_s, f"write the deltas of version {sealed.version}")
+        found = results(calls, self._side.timeout_s, f"make the deltas of version {sealed.version}")
         return [one for of_node in found for one in of_node]
 
     def commit(self, sealed: Sealed, location: str | None = None) -> None:
@@ -172,10 +178,20 @@ class VersionDeltas:
 
     def publish(self, sealed: Sealed) -> Published:
         """Have the agents keep the deltas to a version, and commit it."""
-        written = self.encode(sealed)
-        report = self.report(sealed, written, with_full=not written)
+        made = self.encode(sealed)
+        full_bytes = sum(info.nbytes for info in sealed.parts.values())
+        pays = sum(one.nbytes for one in made if self._before and one.start == self._before[0]) < full_bytes
+        report = self.report(sealed, made, with_full=not (made and pays))
         self.commit(sealed)
-        return report
+        return report if pays else replace(report, encoding="full")
+
+    def share(self, sealed: Sealed, base: Version) -> dict[str, list[SharedDelta]] | None:
+        """Return the deltas of all parts from a version that the agents keep; None: the version has to be sent in full,
+        also where an agent does not answer.
+        """
+        with contextlib.suppress(RunError):
+            return shared_deltas(self._side.agents, sealed.version, base, sealed.parts, self._side.timeout_s)
+        return None
 
 
 class KeptDeltas:
@@ -186,37 +202,60 @@ class KeptDeltas:
     """
 
     def __init__(self, nbytes: int) -> None:
-        self._full_bytes = nbytes
+        self._full_bytes = max(nbytes, _LEAST_BYTES)
+        self._most = max(_MOST_KEPT * nbytes, _LEAST_BYTES)
         self._ending: dict[Version, list[SharedDelta]] = {}
 
     def add(self, version: Version, one: EncodedDelta) -> int:
         """Keep a delta to the newest version, and drop those to old ones; return its bytes."""
         data = np.frombuffer(b"".join(one.parts), np.uint8)
-        shared = SharedDelta(Version(*one.start), data.nbytes, ray.put(data))
+        try:
+            shared = SharedDelta(Version(*one.start), data.nbytes, ray.put(data))
+        except RayError as error:  # such as a full disk
+            story.warning("keeps no deltas, so versions travel in full: %s", error)
+            self._ending.clear()
+            return data.nbytes
         self._ending[version] = [*self._ending.get(version, ()), shared]
         total = sum(kept.nbytes for ending in self._ending.values() for kept in ending)
-        while total > _MOST_KEPT * self._full_bytes and len(self._ending) > 1:
+        while total > self._most and len(self._ending) > 1:
             total -= sum(kept.nbytes for kept in self._ending.pop(next(iter(self._ending))))
         return data.nbytes
 
     def chain(self, version: Version, held: Version) -> list[SharedDelta] | None:
-        """Return the deltas from a held version to another; None: there are none, or they have more bytes than it."""
+        """Return the deltas from a held version to another; None: there are none."""
         route = find_route(version, held, self._full_bytes, self._index)
-        if route is None:
+        if route is None or not route.starts:
             return None
         found = [one for start, end in route.steps(version) for one in self._ending.get(end, ()) if one.start == start]
-        whole = len(found) == len(route.starts) and sum(one.nbytes for one in found) < self._full_bytes
-        return found if whole else None
+        return found if len(found) == len(route.starts) else None
 
     def _index(self, version: Version) -> VersionIndex | None:
         return VersionIndex(None, [(one.start, one.nbytes) for one in self._ending.get(version, ())])
 
 
+def shared_deltas(
+    agents: Mapping[str, AgentClient], version: Version, held: Version, parts: Mapping[str, PartInfo], timeout_s: float
+) -> dict[str, list[SharedDelta]] | None:
+    """Return the deltas of all parts from a held version to another, which the agents keep; None: there are not all, or
+    they have as many bytes as the version.
+    """
+    nodes = sorted({info.node for info in parts.values()})
+    calls = [agents[node].share_deltas(version, held) for node in nodes]
+    found = {part: one for of_node in results(calls, timeout_s * _FETCH_SHARE) for part, one in of_node.items()}
+    nbytes = sum(one.nbytes for chain in found.values() for one in chain)
+    return found if found.keys() == parts.keys() and nbytes < sum(info.nbytes for info in parts.values()) else None
+
+
 def fetch_delta(shared: SharedDelta, who: str, timeout_s: float) -> memoryview:
-    """Fetch a delta that an agent keeps; a node fetches it once."""
+    """Fetch a delta that an agent keeps; a node fetches it once. DeltaError: it does not come, as one that Ray has lost
+    on a disk, of which Ray says nothing.
+    """
     assert shared.reference is not None, "it is handed out with its reference"
     fetching: Call[np.ndarray] = Call(shared.reference, who, f"send a delta from version {shared.start}")
-    return fetching.result(timeout_s).data
+    try:
+        return fetching.result(timeout_s * _FETCH_SHARE).data
+    except RunError as error:
+        raise DeltaError(str(error)) from error
 
 
 class Deltas(NamedTuple):

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import ray
 
 from trinity_sync.actors.agent_client import AgentClient
-from trinity_sync.actors.calls import Call, results
+from trinity_sync.actors.calls import Call
 from trinity_sync.actors.explorer_client import ExplorerClient
 from trinity_sync.actors.rank_client import Broadcast
 from trinity_sync.actors.synchronizer_client import Sealed
@@ -49,6 +49,7 @@ from trinity_sync.sync.deltas import (
     VersionDeltas,
     fetch_delta,
     read_chain,
+    shared_deltas,
 )
 from trinity_sync.sync.links import BucketNotice, Hub, Spoke
 from trinity_sync.weights.slots import MappedSegments
@@ -117,10 +118,8 @@ class AgentDeltas:
         if held is None:
             return None
         limit, agents = self._side.timeout_s, self._side.agents
-        nodes = {info.node for info in lease.parts.values()}
-        calls = [agents[node].share_deltas(lease.version, held) for node in sorted(nodes)]
-        shared = {part: chain for found in results(calls, limit) for part, chain in found.items()}
-        if not shared.keys() >= lease.parts.keys():
+        shared = shared_deltas(agents, lease.version, held, lease.parts, limit)
+        if shared is None:
             return None
         chains = []
         for part, info in sorted(lease.parts.items()):

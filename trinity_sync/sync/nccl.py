@@ -31,7 +31,8 @@ from trinity_sync.actors.calls import Call, MemberDied, results
 from trinity_sync.actors.explorer_client import ExplorerClient, LoadReport
 from trinity_sync.actors.rank_client import Broadcast
 from trinity_sync.actors.synchronizer_client import Sealed
-from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.errors import RunError
+from trinity_sync.host.logs import story
 from trinity_sync.protocol.parts import part_name
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.base import (
@@ -51,7 +52,7 @@ from trinity_sync.sync.base import (
 from trinity_sync.sync.broadcast_group import BroadcastGroup, Wait, enter, serve_store
 from trinity_sync.sync.deltas import Deltas, DeltaTransport, VersionDeltas, fetch_delta, read_chain
 from trinity_sync.sync.links import BucketNotice, End, Hub, Spoke
-from trinity_sync.weights.delta import WrongBaseError
+from trinity_sync.weights.delta import DeltaError, WrongBaseError
 
 if TYPE_CHECKING:
     import torch
@@ -105,7 +106,7 @@ class NcclPublisher:
     def __init__(self, side: TrainerSide, transport: str, keys: DeltaConfig | None = None) -> None:
         self._side = side
         self._transport = transport
-        self._deltas = None if keys is None else VersionDeltas(side, keys.codec)
+        self._deltas = None if keys is None else VersionDeltas(side, keys.codec, spans=())
         self._ids = itertools.count(1)
         self._sealed: Sealed | None = None
         self._store: TCPStore | None = None
@@ -135,31 +136,31 @@ class NcclPublisher:
     def _deliver(
         self, delivery: Delivery, sealed: Sealed, alive: dict[str, ExplorerClient], base: Version | None
     ) -> None:
-        fault = None
+        faults = dict[str, str]()  # by explorer
         while alive:
             try:
-                reports = self._lead_round(sealed, alive, base)
+                reports = self._lead_round(sealed, alive, base, faults)
             except MemberDied as death:
                 if death.who not in alive:
                     raise
                 delivery.lost[death.who] = death
                 del alive[death.who]
-            except WaitTimeout:
-                raise
-            except RunError as error:
+            except DeltaError as error:
                 if base is None:
                     raise
-                fault = f"version {sealed.version} was sent once more, in full: {error}"
+                story.warning("version %s is sent once more, in full: %s", sealed.version, error)
             else:
-                delivery.reports += [replace(report, fault=fault) for report in reports]
+                delivery.reports += [replace(report, fault=faults.get(report.explorer)) for report in reports]
                 self._held.update((client, sealed.version) for client in alive.values())
                 return
             base = None  # some may have taken the delta
 
     def _lead_round(
-        self, sealed: Sealed, explorers: Mapping[str, ExplorerClient], base: Version | None
+        self, sealed: Sealed, explorers: Mapping[str, ExplorerClient], base: Version | None, faults: dict[str, str]
     ) -> list[LoadReport]:
-        deltas = self._share(sealed, base)
+        """Lead a round; DeltaError: a delta could not be taken, `faults` says by whom."""
+        shared = None if base is None or self._deltas is None else self._deltas.share(sealed, base)
+        deltas = shared or {}
         senders = sorted(sealed.parts)
         ranks = {part_name(client.rank): client for client in self._side.ranks}
         limit = self._side.timeout_s
@@ -178,25 +179,22 @@ class NcclPublisher:
             base=base if deltas else None,
             deltas={part: [one._replace(reference=None) for one in chain] for part, chain in deltas.items()},
         )
-        sending = [ranks[part].send(replace(broadcast, deltas=deltas)) for part in senders]
+        sending = [
+            ranks[part].send(replace(broadcast, deltas={part: deltas[part]} if deltas else {})) for part in senders
+        ]
         loading = [explorer.load(sealed.version, broadcast) for explorer in explorers.values()]
         together: list[Call[object]] = [*sending, *loading]
         try:
             results(together, limit * 2, f"exchange version {sealed.version}")
-        except BaseException:
+        except BaseException as error:
             give_up(store, broadcast)
+            if isinstance(error, DeltaError):
+                failed = [call.who for call in loading if call.has_ended() and not call.is_answered()]
+                told = f"version {sealed.version} was sent once more, in full: {error}"
+                faults.update(dict.fromkeys(failed or list(explorers)[:1], told))
             raise
         forget(store, broadcast)
         return results(loading, limit)
-
-    def _share(self, sealed: Sealed, base: Version | None) -> dict[str, list[SharedDelta]]:
-        """Return the deltas of all parts from a version; empty: there are not all, so the version travels in full."""
-        if base is None:
-            return {}
-        nodes = {info.node for info in sealed.parts.values()}
-        calls = [self._side.agents[node].share_deltas(sealed.version, base) for node in sorted(nodes)]
-        found = {part: chain for one in results(calls, self._side.timeout_s) for part, chain in one.items()}
-        return found if found.keys() == sealed.parts.keys() else {}
 
     def _open_store(self, timeout_s: float) -> TCPStore:
         """Serve the store at which the members of all rounds meet. The driver serves it, for ranks may die."""
@@ -221,7 +219,7 @@ def _pieces_to_send(broadcast: Broadcast, part: str, layout: PartLayout, segment
     if broadcast.base is None:
         staged = byte_tensor(layout.view(segment))
         return [staged[start:stop] for start, stop in layout.pieces(broadcast.cut)]
-    found = [fetch_delta(one, f"the agent of {part}", broadcast.timeout_s) for one in broadcast.deltas[part]]
+    found = [fetch_delta(one, f"the node agent with {part}", broadcast.timeout_s) for one in broadcast.deltas[part]]
     return [piece for data in found for piece in byte_tensor(data).split(layout.bucket_bytes)]
 
 
@@ -252,6 +250,8 @@ class NcclTransport:
     ) -> Generator[Bucket, None, None]:
         if broadcast is None:
             raise RunError(f"{self._name} was to load version {lease.version}, but was not asked to any broadcast")
+        if broadcast.base is not None:
+            raise DeltaError(f"{self._name} takes whole versions only, and a delta was to be broadcast")
         rank = 1 + broadcast.explorers.index(self._name)
         # A piece that has to be checked before its use cannot arrive in its destination.
         find = find_destination if broadcast.cut == "tensor" else _no_destination
@@ -288,9 +288,6 @@ class BroadcastDeltas:
     def find(self, lease: Lease, broadcast: Broadcast | None, held: Version | None) -> Deltas | None:
         if broadcast is None or broadcast.base is None:
             return None
-        if broadcast.base != held:
-            told = "none" if held is None else f"version {held}"
-            raise WrongBaseError(f"a delta from version {broadcast.base} was to be broadcast, and {told} is held")
         chains = {}
         for sender, part in enumerate(broadcast.senders):
             layout = self._layouts.get(lease.parts[part])
@@ -302,6 +299,10 @@ class BroadcastDeltas:
                 group.close(failed=True)
                 raise
             group.close()
+        # not before the round: its other members would wait for this one
+        if broadcast.base != held:
+            told = "none" if held is None else f"version {held}"
+            raise WrongBaseError(f"a delta from version {broadcast.base} was to be broadcast, and {told} is held")
         return Deltas([chain for _, chain in sorted(chains.items())])
 
     def whole(self, lease: Lease) -> AbstractContextManager[Lease]:

@@ -11,7 +11,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -289,6 +289,7 @@ class NodeAgent:
         base_slot: int,
         folder: str | None,
         codec: str,
+        spans: Sequence[int],
         *,
         fsync: bool = False,
     ) -> list[WrittenDelta]:
@@ -298,7 +299,7 @@ class NodeAgent:
 
         def encode(part: str) -> list[WrittenDelta]:
             layout = self._layouts[part]
-            encoder = self._encoders.setdefault(part, PartEncoder(layout, codec))
+            encoder = self._encoders.setdefault(part, PartEncoder(layout, codec, spans))
             kept = self._kept.setdefault(part, KeptDeltas(layout.nbytes))
             segments = self._maps[base_slot, part], self._maps[slot, part]
             found = []
