@@ -1,6 +1,6 @@
 """Places where a long name in the site may be broken between lines: after a dot, a slash, an underscore and the like.
 
-Hydra keys and paths hold no spaces, so a browser would break them anywhere, or widen the page. mkdocs calls it as a hook.
+Hydra keys and paths hold no spaces, so a browser would break them anywhere, or widen the page. A hook of mkdocs.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def test_the_search_has_a_heading_for_a_question(site: Path, question: str) -> N
         ("trainer.total_epochs=2", "trainer.<wbr>total_<wbr>epochs=<wbr>2"),
         ("sync/nccl.py::NcclPublisher", "sync/<wbr>nccl.<wbr>py::<wbr>NcclPublisher"),
         ("ckpt list RUN &lt;a&gt;", "ckpt list RUN &lt;a&gt;"),
-        ('<a href="#a.b_c">a_long_name.of_a_call</a>', '<a href="#a.b_c">a_<wbr>long_<wbr>name.<wbr>of_<wbr>a_<wbr>call</a>'),
+        ('<a href="#a.b_c">a_long_name.of_it</a>', '<a href="#a.b_c">a_<wbr>long_<wbr>name.<wbr>of_<wbr>it</a>'),
     ],
 )
 def test_a_long_name_in_the_site_is_broken_at_its_joints_only(code: str, shown: str) -> None:
