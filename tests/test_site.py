@@ -19,7 +19,7 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from docs import families
+from docs import breaks, families
 from docs import settings as all_settings
 from tests.families import FAMILIES, REFUSED, WITH_IMAGES
 from tests.pages import ROOT
@@ -80,6 +80,27 @@ def test_a_page_of_the_site_loads_nothing_from_elsewhere(site: Path) -> None:
 def test_the_search_has_a_heading_for_a_question(site: Path, question: str) -> None:
     found = json.loads((site / "search" / "search_index.json").read_text())["docs"]
     assert any(question in section["title"] for section in found)
+
+
+@pytest.mark.parametrize(
+    ("code", "shown"),
+    [
+        ("sync.mode", "sync.mode"),
+        ("--dry-run", '<span class="whole">--dry-run</span>'),
+        ("trainer.total_epochs=2", "trainer.<wbr>total_<wbr>epochs=<wbr>2"),
+        ("sync/nccl.py::NcclPublisher", "sync/<wbr>nccl.<wbr>py::<wbr>NcclPublisher"),
+        ("ckpt list RUN &lt;a&gt;", "ckpt list RUN &lt;a&gt;"),
+        ('<a href="#a.b_c">a_long_name.of_it</a>', '<a href="#a.b_c">a_<wbr>long_<wbr>name.<wbr>of_<wbr>it</a>'),
+    ],
+)
+def test_a_long_name_in_the_site_is_broken_at_its_joints_only(code: str, shown: str) -> None:
+    assert breaks.on_post_page(f"<p><code>{code}</code>") == f"<p><code>{shown}</code>"
+    assert breaks.on_post_page(f"<pre><code>{code}</code></pre>") == f"<pre><code>{code}</code></pre>"
+
+
+def test_the_pages_of_the_site_have_these_joints(site: Path) -> None:
+    assert "NcclPublisher" in (site / "sync.html").read_text().split("<wbr>", 1)[1]
+    assert "docs/breaks.py" in (ROOT / "mkdocs.yml").read_text()
 
 
 def test_the_pictures_of_the_site_are_small() -> None:

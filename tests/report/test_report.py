@@ -225,13 +225,24 @@ def test_the_main_figure_of_a_supervised_run_is_its_loss(tmp_path: Path) -> None
         recorder.finish("completed")
     text = Page(write_report(tmp_path)).text
     assert "Steps 4 of 60 1 s each, median Loss 1.167 mean of 2 steps, from 3 Validation loss 1.250" in text
-    for words in ("Reward", "explorers 2", "Versions", "sync memory"):
+    for words in ("Reward", "explorers 2", "Versions", "sync memory", "Samples"):
         assert words not in text
 
 
 def test_no_chart_is_wider_than_a_phone(finished: Path) -> None:
     page = write_report(finished).read_text()
     assert set(re.findall(r'<svg viewBox="0 0 (\d+) 250"', page)) == {"560"}
+
+
+def test_a_name_of_the_command_and_of_the_overrides_is_broken_at_its_joints(tmp_path: Path) -> None:
+    synthetic.hydra(tmp_path, ["task.validation.path=other.jsonl"])
+    with synthetic.recording(tmp_path, Clock()) as recorder:
+        recorder.finish("completed")
+    record = json.loads((tmp_path / "run.json").read_text())
+    (tmp_path / "run.json").write_text(json.dumps({**record, "command": "run trainer.lr=1"}))
+    page = write_report(tmp_path).read_text()
+    assert "<code>run trainer.<wbr>lr=<wbr>1</code>" in page
+    assert "<code>task.<wbr>validation.<wbr>path=<wbr>other.<wbr>jsonl</code>" in page
 
 
 def test_no_two_curves_of_the_reward_have_the_same_colour(finished: Path) -> None:

@@ -134,8 +134,8 @@ def test_rewards_of_several_seeds_lie_over_each_other_by_step_and_by_wall_time()
     assert (by_step[0].low, by_step[0].high) == (0.1, 1.1)
     by_wall = {point.x: point for point in run_charts.by_wall(runs)}
     assert by_wall[20.0].low < by_wall[20.0].high
-    assert max(by_wall) == 40.0
-    assert by_wall[40.0].low == by_wall[40.0].high  # the quicker one had ended
+    assert (min(by_wall), max(by_wall)) == (4.0, 40.0)
+    assert (by_wall[40.0].low, by_wall[40.0].high) == (by_wall[20.0].low, by_step[-1].high)  # the quicker one stays
 
 
 def test_starts_and_the_time_between_two_attempts_are_no_wall_time() -> None:

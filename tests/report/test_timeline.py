@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from importlib.resources import files
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,18 @@ def test_each_lane_has_its_bars_with_their_values() -> None:
     assert re.findall(r'class="small">([^<]*)<', page) == ["50% busy", "60% busy"]
     assert "waits for samples, loads or a validation</li>" in page
     assert "commits it</li>" not in page
+
+
+def test_the_texts_of_short_steps_do_not_touch() -> None:
+    ends = [*range(1, 11), 15]
+    short = Run(
+        path=Path("x"),
+        metrics=[step(n, at, train=1.0, step=5.0 if at == 15 else 1.0) for n, at in enumerate(ends, 1001)],
+        record={"started": AT},
+    )
+    places = [float(x) for x in re.findall(r'<text x="([^"]*)" y="[^"]*">step ', drawn(short))]
+    assert len(places) > 3
+    assert min(after - before for before, after in pairwise(places)) > 70
 
 
 def test_every_bar_lies_within_the_picture_and_its_lane() -> None:

@@ -236,12 +236,15 @@ def by_step(runs: Sequence[Run], name: str = _REWARD) -> list[Point]:
 def by_wall(runs: Sequence[Run], name: str = _REWARD) -> list[Point]:
     """Return a metric by seconds since the first step, without the starts of later attempts.
 
-    Curves of several jobs are interpolated at common times.
+    Curves of several jobs are interpolated at common times. A job that has ended keeps its last value, and the curve
+    begins when each job has one: a mean of fewer jobs would jump.
     """
-    curves = [_timed(run, name) for run in runs]
+    curves = [curve for run in runs if (curve := _timed(run, name))]
     if len(curves) > 1:
-        xs = _grid(curves)
-        curves = [read_off(curve, xs) for curve in curves]
+        first, last = max(curve[0][0] for curve in curves), max(curve[-1][0] for curve in curves)
+        ends = {curve[-1][0] for curve in curves if curve[-1][0] >= first}
+        xs = sorted({first + (last - first) * index / _GRID for index in range(_GRID)} | ends)
+        curves = [[*read_off(curve, xs), *((x, curve[-1][1]) for x in xs if x > curve[-1][0])] for curve in curves]
     return fold(curves)
 
 
@@ -268,14 +271,6 @@ def read_off(curve: Curve, xs: Sequence[float]) -> list[tuple[float, float]]:
         share = (x - x0) / (x1 - x0) if x1 > x0 else 1.0
         found.append((x, y0 + (y1 - y0) * share))
     return found
-
-
-def _grid(curves: Sequence[Curve]) -> list[float]:
-    ends = [(curve[0][0], curve[-1][0]) for curve in curves if curve]
-    if not ends:
-        return []
-    first, last = min(begin for begin, _ in ends), max(end for _, end in ends)
-    return sorted({first + (last - first) * index / _GRID for index in range(_GRID)} | {end for _, end in ends})
 
 
 def _timed(run: Run, name: str) -> list[tuple[float, float]]:

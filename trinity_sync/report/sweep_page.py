@@ -69,13 +69,12 @@ def best(comparison: SweepComparison, name: Callable[[Path], str]) -> tuple[str,
 def _tiles(sweep: Sweep, comparison: SweepComparison, agreed: Agreement) -> list[tuple[str, str, str | None]]:
     done = sum(run.status == "completed" for run in sweep.runs)
     walls = [run.summary["wall_s"] for run in sweep.runs if run.summary["wall_s"] is not None]
-    compared = f"{units.plural(agreed.jobs, 'job')}, {units.plural(agreed.versions, 'version')}"
     name = main_figure(comparison.rows)
     return [
         ("Runs", str(len(sweep.runs)), f"{done} completed"),
         *_leading(comparison, name, f"Best last {name}"),
         *_leading(comparison, "steps_to_target", f"Fewest steps to {TARGET_REWARD}"),
-        *([("Digests", "agree" if agreed.agree else "differ", compared)] if agreed.agree is not None else []),
+        *([("Digests", "agree" if agreed.agree else "differ", agreed.compared)] if agreed.agree is not None else []),
         ("Wall, all runs", units.seconds(sum(walls) if walls else None, "none"), None),
     ]
 
@@ -326,8 +325,13 @@ class Agreement:
                 "digests not compared: no two reproducible jobs of one seed, and of the same settings up to sync, "
                 "retention and checkpoint, have a version in common"
             )
+        return f"digests agree: {self.compared}"
+
+    @property
+    def compared(self) -> str:
+        """The number of jobs, sets and versions."""
         of = f" in {self.sets} sets" if self.sets > 1 else ""
-        return f"digests agree: {units.plural(self.jobs, 'job')}{of}, {units.plural(self.versions, 'version')}"
+        return f"{units.plural(self.jobs, 'job')}{of}, {units.plural(self.versions, 'version')}"
 
 
 def agreement(runs: Sequence[Run]) -> Agreement:

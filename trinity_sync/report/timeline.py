@@ -128,7 +128,7 @@ class _Drawing:
         found: list[tuple[float, str]] = []
         for span in (span for row in self.lanes.get(TRAINER, []) for span in row if span.what == "step"):
             x = self.x(span.begin)
-            if not found or x - found[-1][0] > 52:
+            if not found or x - found[-1][0] > 70:
                 found.append((x, span.about))
         return found
 

@@ -43,9 +43,9 @@ class Synchronizer:
     Each method is called plainly, or with `.remote`, which returns Ray's reference to the answer, to be awaited.
 
     Example:
-        synchronizer = Synchronizer.get_actor(SynchronizerConfig(timeout_s=60), namespace="run")    # the driver
-        synchronizer.set_model_state_dict(model.state_dict(), 12)                                   # the trainer
-        state_dict, version = Synchronizer.get_actor(namespace="run").get_model_state_dict()        # an explorer
+            synchronizer = Synchronizer.get_actor(SynchronizerConfig(timeout_s=60), namespace="run")  # the driver
+            synchronizer.set_model_state_dict(model.state_dict(), 12)  # the trainer
+            state_dict, version = Synchronizer.get_actor(namespace="run").get_model_state_dict()  # an explorer
     """
 
     def __init__(self, actor: ActorHandle, timeout_s: float) -> None:
