@@ -1,11 +1,13 @@
 """Lossless deltas: bytes per changed element beside other codes and bounds of entropy, and the speed of C and numpy.
 
-    python benchmarks/delta.py --json [--elements 4e6] [--only size speed rows] [--output benchmarks/results/delta.json]
+    python benchmarks/delta.py --json [--elements 4e6] [--only size speed rows traces]
+                               [--output benchmarks/results/delta.json]
 
 Data: ``white``, normal weights of one scale, each step an independent update; ``adam``, weights whose scale differs by
 rows, updates of a warm Adam, which go on in one direction for some steps. Both keep fp32 weights and compare their bf16
-bits. The learning rate is the one at which one step changes the wanted share of the elements. Traces of real runs are
-another matter: docs/delta.md.
+bits. The learning rate is the one at which one step changes the wanted share of the elements. ``traces``: versions of
+GRPO runs of `launch.py` at the learning rates of `RATES`, from a model that GRPO has trained before, all tensors
+together.
 
 Speeds are in processor time, the least of the repetitions, as bytes of the shard a second; ``copies`` divides them by
 the speed of a copy that was measured in turn with them. ``decode`` is the gap code alone, ``apply`` a whole call with
@@ -17,7 +19,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -30,10 +34,12 @@ from numpy.typing import NDArray
 from xxhash import xxh3_128_digest
 
 from trinity_sync.weights import delta, delta_gaps, native
+from trinity_sync.weights.shard_file import open_shard_file
 
 if TYPE_CHECKING:
     from trinity_sync.weights.delta_gaps import Elements
 
+PARTS = ("size", "speed", "rows", "traces")
 SHARES = (0.0013, 0.007, 0.01, 0.024, 0.065)
 STEPS = (1, 4, 16)
 WIDTHS = (32, 1536, 2048, 8192)
@@ -135,6 +141,54 @@ def size_table(count: int) -> list[dict[str, Any]]:
     return found
 
 
+RATES = ("1e-7", "1e-6", "1e-5")
+WARM = 4
+"""The version with which later ones are compared: Adam's moments have values by then."""
+MODEL = ("hidden_size=256", "intermediate_size=1024", "num_hidden_layers=6", "head_dim=64")
+
+
+def trace_table() -> list[dict[str, Any]]:
+    """The sizes for versions of real runs."""
+    found = []
+    with tempfile.TemporaryDirectory() as folder:
+        base, model = Path(folder, "base"), Path(folder, "model")
+        trinity_sync("run", f"hydra.run.dir={base}", "trainer.steps=100", *(f"model.architecture.{x}" for x in MODEL))
+        trinity_sync("ckpt", "export", str(base), "--output", str(model))
+        for rate in RATES:
+            run = Path(folder, rate)
+            given = (f"model.path={model}", f"trainer.lr={rate}", f"trainer.steps={WARM + max(STEPS)}")
+            trinity_sync("run", f"hydra.run.dir={run}", "sync=checkpoint", "retention=[keep_all]", *given)
+            old = version_tensors(run, WARM)
+            for steps in STEPS:
+                new = version_tensors(run, WARM + steps)
+                changed = {name: int((old[name] != new[name]).sum()) for name in old}
+                changes, elements = sum(changed.values()), sum(one.size for one in old.values())
+                totals = dict[str, float]()
+                for name, count in changed.items():
+                    for code, each in sizes(old[name], new[name]).items() if count else ():
+                        totals[code] = totals.get(code, 0) + each * count
+                one = {"data": f"GRPO at {rate}", "steps": steps, "changed": changes / elements, "elements": elements}
+                found.append({**one, "bytes per change": {code: total / changes for code, total in totals.items()}})
+                print(json.dumps(found[-1]), file=sys.stderr)
+    return found
+
+
+def trinity_sync(*arguments: str) -> None:
+    """Run a command of `trinity-sync`."""
+    subprocess.run([sys.executable, "-m", "trinity_sync.cli", *arguments], check=True, stdout=subprocess.DEVNULL)
+
+
+def version_tensors(run: Path, step: int) -> dict[str, Elements]:
+    """The bits of a version's tensors in bf16 that have elements, by part and name."""
+    found = {}
+    for path in sorted(run.glob(f"checkpoints/global_step_{step}/actor/weights_*.safetensors")):
+        layout, data = open_shard_file(path)
+        for name, dtype, _, start, stop in layout.table:
+            if dtype == "BF16":
+                found[f"{layout.part} {name}"] = np.frombuffer(data[start:stop], np.uint16)
+    return found
+
+
 def least(calls: dict[str, Callable[[], object]], repetitions: int) -> dict[str, float]:
     """The least processor seconds of each call; the calls are made in turn."""
     found = dict.fromkeys(calls, 1e9)
@@ -209,7 +263,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print JSON (the only output format)")
     parser.add_argument("--elements", type=float, default=4e6, help="of a shard (default 4e6)")
-    parser.add_argument("--only", nargs="+", choices=("size", "speed", "rows"), default=("size", "speed", "rows"))
+    parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--output", type=Path, help="write the JSON there too")
     options = parser.parse_args()
     count = int(options.elements)
@@ -226,6 +280,8 @@ def main() -> None:
         report["speed"] = speed_table(count)
     if "rows" in options.only:
         report["rows"] = row_table()
+    if "traces" in options.only:
+        report["traces"] = trace_table()
     text = json.dumps(report, indent=2)
     if options.output:
         options.output.write_text(text + "\n")
