@@ -101,23 +101,25 @@ def path_list(value: object) -> list[str]:
 
 def matched_files(value: object) -> list[str]:
     """Return the files that a setting names: by a path, which is not checked, a pattern such as ``data/*.jsonl``, whose
-    files are sorted by name, or a list of these. Raises ConfigError, whose text lacks the key, where a pattern matches
-    no file or a file is named twice.
+    files are sorted by name, or a list of these. A file and links to it that match one pattern are one file. Raises
+    ConfigError, whose text lacks the key, where a pattern matches no file or a file is named twice.
     """
-    found: dict[str, tuple[str, str]] = {}
-    for named in path_list(value):
+    found: dict[str, tuple[str, int, str]] = {}
+    for at, named in enumerate(path_list(value)):
         text = os.path.expanduser(named)  # noqa: PTH111 - the name of an unknown user stays
         matching = glob.has_magic(text) and not os.path.exists(text)  # noqa: PTH110
         files = [named] if not matching else sorted(filter(os.path.isfile, glob.glob(text, recursive=True)))  # noqa: PTH207
         if not files:
-            raise ConfigError(f"has the pattern {named}, which matches no file; name an existing one")
+            told = "which does not exist and as a pattern matches no file; name an existing one"
+            raise ConfigError(f"has {named}, {told}")
         for file in files:
-            place, pair = os.path.realpath(os.path.expanduser(file)), (file, named)  # noqa: PTH111
-            if (first := found.setdefault(place, pair)) is not pair:
-                raise ConfigError(f"has the file {file} twice, by {first[1]} and by {named}; name it once")
+            place = os.path.realpath(os.path.expanduser(file))  # noqa: PTH111
+            _, first, by = found.setdefault(place, (file, at, named))
+            if first != at:
+                raise ConfigError(f"has the file {file} twice, by {by} and by {named}; name it once")
     if not found:
         raise ConfigError("is an empty list; name a file")
-    return [file for file, _ in found.values()]
+    return [file for file, *_ in found.values()]
 
 
 # -- the names of a run's task and model
