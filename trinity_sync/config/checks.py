@@ -357,9 +357,11 @@ def _check_folder(key: str, get: Get) -> Iterator[Problem]:
     nearest = Path(folder).absolute()
     while not os.access(nearest, os.F_OK):
         nearest = nearest.parent
+    # it accepts no files from any user
+    of_kernel = any(map(nearest.is_relative_to, ("/proc", "/sys"))) and not os.statvfs(nearest).f_blocks
     if not nearest.is_dir():
         yield Problem(key, f"is {folder}, but {nearest} is a file; name a folder")
-    elif not os.access(nearest, os.W_OK | os.X_OK) or _takes_no_files(nearest):
+    elif not os.access(nearest, os.W_OK | os.X_OK) or of_kernel:
         yield Problem(key, f"is {folder}, but {nearest} cannot be written to; name a folder of your own")
 
 
@@ -372,11 +374,6 @@ def _check_shared_memory(get: Get) -> Iterator[Problem]:
         if not os.access(folder, os.F_OK):
             yield Problem("sync.shm_dir", f"is {folder}, which does not exist; name a folder in memory: {DEFAULT_ROOT}")
         yield from _check_folder("sync.shm_dir", get)
-
-
-def _takes_no_files(folder: Path) -> bool:
-    """Return whether a folder belongs to the kernel, which accepts no files from any user."""
-    return any(folder.is_relative_to(place) for place in ("/proc", "/sys")) and not os.statvfs(folder).f_blocks
 
 
 def _check_task(get: Get) -> Iterator[Problem]:

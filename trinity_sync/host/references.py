@@ -138,11 +138,11 @@ def task_name(settings: Mapping[str, object]) -> str | None:
     """Return a short name of a run's task from its settings: of its file, else of its class; None: not known. It has
     letters, digits, '.', '_' and '-' only.
     """
-    if _setting(settings, "workload.kind") == "bytes":
+    if setting_of(settings, "workload.kind") == "bytes":
         return "bytes"
-    path = _setting(settings, "task.path")
+    path = setting_of(settings, "task.path")
     first = next(iter(path), None) if isinstance(path, list) else path
-    kind = str(_setting(settings, "task._target_") or "").rpartition(".")[2].removesuffix("Task")
+    kind = str(setting_of(settings, "task._target_") or "").rpartition(".")[2].removesuffix("Task")
     return _path_name(first) or _cut(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", kind).lower())
 
 
@@ -150,12 +150,12 @@ def model_name(settings: Mapping[str, object]) -> str | None:
     """Return a short name of a run's model from its settings: of its folder or on the hub, else its family; None: not
     known. Characters as in `task_name`.
     """
-    return given_model_name(settings) or _cut(str(_setting(settings, "model.architecture.model_type") or ""))
+    return given_model_name(settings) or _cut(str(setting_of(settings, "model.architecture.model_type") or ""))
 
 
 def given_model_name(settings: Mapping[str, object]) -> str | None:
     """Return the same of a model that was given by its path or its sizes; None: it is made by the run."""
-    return _path_name(_setting(settings, "model.path")) or _path_name(_setting(settings, "model.shapes"))
+    return _path_name(setting_of(settings, "model.path")) or _path_name(setting_of(settings, "model.shapes"))
 
 
 def run_name(settings: Mapping[str, object]) -> str:
@@ -163,7 +163,8 @@ def run_name(settings: Mapping[str, object]) -> str:
     return "-".join(filter(None, (task_name(settings), given_model_name(settings)))) or "run"
 
 
-def _setting(settings: Mapping[str, object], key: str) -> object:
+def setting_of(settings: object, key: str) -> object:
+    """Return the value of a dotted key; None without one."""
     value: object = settings
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None

@@ -105,7 +105,8 @@ def run_main(
     _session = _Session(resume=resume, until=until)
     try:
         line = CommandLine.read(sys.argv[1:] if arguments is None else arguments, typed=typed)
-        _session.dry_run, _session.rerun = line.dry_run, _is_rerun(line.arguments)
+        options, _ = hydra_internals.get_args_parser().parse_known_args(line.arguments)
+        _session.dry_run, _session.rerun = line.dry_run, options.experimental_rerun is not None
         if _session.rerun:
             sys.modules.update(dict.fromkeys(FORMER_MODULES, sys.modules[Config.__module__]))
         hide_typed(line.arguments)
@@ -368,11 +369,6 @@ class DriverLog(LogFile):
 
     def __init__(self, filename: str) -> None:
         super().__init__(filename)
-
-
-def _is_rerun(arguments: Sequence[str]) -> bool:
-    """Return whether a command line has Hydra's ``--experimental-rerun``."""
-    return hydra_internals.get_args_parser().parse_known_args(list(arguments))[0].experimental_rerun is not None
 
 
 def _take_free_folder() -> None:

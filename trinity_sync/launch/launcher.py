@@ -215,6 +215,7 @@ def _recorder(
     from trinity_sync.report import write_report
 
     cfg = config.settings
+    on_cpus = cfg.cluster.address is None and accelerator_count() == 0  # as far as is known before Ray starts
     return Recorder.start(
         folder,
         command=[masked_override(text) for text in sys.argv],
@@ -225,7 +226,7 @@ def _recorder(
         name=cfg.name,
         subtitle=f"{cfg.backend.strategy} x {cfg.backend.ranks}, sync={cfg.sync.mode}",
         config=config.shown(),
-        reproducible=cfg.trainer.schedule == "lockstep" and (cfg.trainer.deterministic or _on_cpus(cfg)),
+        reproducible=cfg.trainer.schedule == "lockstep" and (cfg.trainer.deterministic or on_cpus),
         resumed_from=start.step if start.resumed else None,
         id=owner.run,
         places=written_places(cfg, folder.path),
@@ -235,11 +236,6 @@ def _recorder(
         resume=resume_command,
         checkpoints=start.checkpoints.absolute(),
     )
-
-
-def _on_cpus(cfg: Config) -> bool:
-    """Return whether the run uses no GPU, as far as is known before Ray starts."""
-    return cfg.cluster.address is None and accelerator_count() == 0
 
 
 def run_trackers(cfg: Config) -> list[Tracker]:
@@ -272,7 +268,10 @@ def _run(job_class: type[Job], config: RunConfig, prepared: Preparation, threads
         **platform_env(use_gpu),
     }
     os.environ.update(env)
-    _advise(config)
+    for advise in algorithm_of(cfg.algorithm).advice:  # settings that are valid but probably not meant
+        for found in advise(config.select):
+            story.warning("%s", found)
+            print(f"warning: {found}", file=sys.stderr)
     run_key = f"{os.getpid()}-{secrets.token_hex(4)}"
     recorder.phase("starting Ray")
     cpus = needed_processors(cfg) + 1
@@ -300,14 +299,6 @@ def _run(job_class: type[Job], config: RunConfig, prepared: Preparation, threads
     finally:
         with shielded():
             _tidy(prepared.start.checkpoints, prepared.folder, cfg.sync.shm_dir)
-
-
-def _advise(config: RunConfig) -> None:
-    """Print and log settings that are valid but probably not meant."""
-    for advise in algorithm_of(config.settings.algorithm).advice:
-        for found in advise(config.select):
-            story.warning("%s", found)
-            print(f"warning: {found}", file=sys.stderr)
 
 
 def _tidy(checkpoints: Path, folder: RunFolder, shm_dir: str) -> None:
@@ -342,7 +333,11 @@ def check_beforehand(cfg: Config) -> None:
     if cfg.cluster.address is None:
         _check_processors(cfg)
         _check_sockets(cfg)
-        _check_transport(cfg)
+        if cfg.sync.mode == "nccl" and cfg.sync.transport == "nccl" and accelerator_count() == 0:
+            raise ConfigError(
+                "sync.transport is nccl, but this machine has no GPU that this program may use; set "
+                "sync.transport=auto or gloo"
+            )
         if cfg.model.path is not None:
             check_named(cfg.model.path)
     reference = algorithm_of(cfg.algorithm).reference_path
@@ -443,12 +438,4 @@ def _check_sockets(cfg: Config) -> None:
         raise ConfigError(
             f"{what} is {folder}, of {length} bytes; Ray's sockets lie below it, whose whole path may have "
             f"{SOCKET_BYTES}, so name a folder of at most {room} by cluster.temp_dir"
-        )
-
-
-def _check_transport(cfg: Config) -> None:
-    if cfg.sync.mode == "nccl" and cfg.sync.transport == "nccl" and accelerator_count() == 0:
-        raise ConfigError(
-            "sync.transport is nccl, but this machine has no GPU that this program may use; set sync.transport=auto or "
-            "gloo"
         )

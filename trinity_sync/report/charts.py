@@ -252,17 +252,9 @@ def _fill(colour: int) -> str:
     return f"var(--s{colour % COLOURS})"
 
 
-def _drawable(points: Points, log: bool) -> Points:
-    return [(x, y if y is None or not log or y > 0 else None) for x, y in points]
-
-
 def _thinned(series: Series, log: bool, most: int) -> Series:
-    return replace(
-        series,
-        points=thin(_drawable(series.points, log), most),
-        low=thin(series.low, most),
-        high=thin(series.high, most),
-    )
+    drawable = [(x, y if y is None or not log or y > 0 else None) for x, y in series.points]
+    return replace(series, points=thin(drawable, most), low=thin(series.low, most), high=thin(series.high, most))
 
 
 def _widen(low: float, high: float, by: float) -> tuple[float, float]:
