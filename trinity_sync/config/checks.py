@@ -5,7 +5,6 @@ one message.
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 import re
@@ -48,7 +47,7 @@ from trinity_sync.config.model_checks import (
     check_workload,
 )
 from trinity_sync.config.schema import Config, build_policy
-from trinity_sync.errors import ConfigError
+from trinity_sync.errors import ConfigError, near
 from trinity_sync.weights.slots import DEFAULT_ROOT
 
 # base classes of the options of these groups, as text since their packages lie above this one
@@ -210,8 +209,7 @@ def _choice_text(value: object, choices: Sequence[str]) -> str | None:
     if value == "False" and "off" in choices:
         # YAML reads a bare off as a boolean
         return text + ' (in a YAML file write "off" with its quotes)'
-    near = difflib.get_close_matches(str(value), choices, n=1)
-    return text + (f" (did you mean {near[0]}?)" if near else "")
+    return text + near(str(value), choices)
 
 
 def _check_option(group: str, get: Get) -> Iterator[Problem]:

@@ -69,14 +69,11 @@ def config_digest(cfg: DictConfig, *, places: Sequence[str] = LOCATIONS, lists: 
     return xxhash.xxh3_128_hexdigest(text.encode())
 
 
-def without_masked(values: Settings) -> Settings:
-    """Return settings without secrets."""
-    return _kept(values, masked(values))
-
-
-def _kept(values: Settings, shown: Settings) -> Settings:
+def without_masked(values: Settings, shown: Settings | None = None) -> Settings:
+    """Return settings without secrets. `shown`: the same settings, masked."""
+    shown = masked(values) if shown is None else shown
     return {
-        key: _kept(value, section(shown, key)) if isinstance(value, dict) else value
+        key: without_masked(value, section(shown, key)) if isinstance(value, dict) else value
         for key, value in values.items()
         if isinstance(value, dict) or value == shown[key]
     }

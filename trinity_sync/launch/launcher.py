@@ -33,7 +33,7 @@ from trinity_sync.launch.actors import Preparation, Setup
 from trinity_sync.launch.cluster import ClusterMetrics, cluster, has_gpus
 from trinity_sync.launch.job import Job
 from trinity_sync.launch.machine import SOCKET_BYTES, check_room, socket_room
-from trinity_sync.launch.row_scan import Scanned, scanned_task
+from trinity_sync.launch.row_scan import Scanned, note, scanned_task
 from trinity_sync.launch.start import (
     Resume,
     Start,
@@ -170,7 +170,7 @@ def look(config: RunConfig, run_dir: Path, *, new: bool = True) -> LookResult:
     check(checkpoints, owner, recorded=None)
     start = Start.first(cfg, checkpoints, None)
     for warning in check_room(cfg, run_dir, checkpoints, start.step):
-        _say(warning)
+        note(warning)
     if (mirror := run_mirror(cfg, owner)) is not None:
         mirror.look(checkpoints)
     return LookResult(config, scanned, trackers, start)
@@ -190,7 +190,7 @@ def _with_steps(config: RunConfig, task: object) -> RunConfig:
     key = "algorithm.prompts_per_step" if algorithm_of(cfg.algorithm).explores else "algorithm.batch_size"
     rows, per_step = len(all_rows()), int(str(config.select(key)))
     steps = -(-rows * epochs // per_step)
-    _say(f"trainer.total_epochs={epochs}: {steps} steps for {rows} rows, {per_step} a step ({key})")
+    note(f"trainer.total_epochs={epochs}: {steps} steps for {rows} rows, {per_step} a step ({key})")
     counted = config.updated({"trainer.steps": steps, "trainer.total_epochs": None})
     counted.check_values()
     return counted
@@ -350,7 +350,7 @@ def check_beforehand(cfg: Config) -> None:
             check_vocabulary(size)
     if (adapter := adapter_of(cfg.model.lora)) is not None:
         if adapter.dropout:
-            _say(
+            note(
                 f"the adapter at model.lora.path has lora_dropout={adapter.dropout}: log-probs that are trained on "
                 f"differ from those of the explorers; 0 in its {CONFIG_FILE} turns it off"
             )
@@ -396,14 +396,10 @@ def _check_adapter(cfg: Config, adapter: Adapter) -> None:
         raise ConfigError(f"{what}: no model can be made of it: {type(error).__name__}: {reason}") from error
     layers = adapter_targets(model, adapter, cfg.backend.strategy)
     if layers.left_out:
-        _say(
+        note(
             f"model.lora.targets={ALL_LINEAR} leaves out {'; '.join(layers.left_out)}; the adapter is for "
             f"{', '.join(layers.names)}"
         )
-
-
-def _say(text: str) -> None:
-    print(f"note: {text}", file=sys.stderr)
 
 
 def _check_processors(cfg: Config) -> None:
@@ -427,7 +423,7 @@ def _check_folder(key: str, folder: Path, *, trust_remote_code: bool) -> None:
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
     if too_large:
-        _say(f"{key}: checkpoints do not have {', '.join(too_large)} (over {MAX_FILE_BYTES >> 20} MB)")
+        note(f"{key}: checkpoints do not have {', '.join(too_large)} (over {MAX_FILE_BYTES >> 20} MB)")
 
 
 def _check_sockets(cfg: Config) -> None:

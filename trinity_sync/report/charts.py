@@ -93,11 +93,11 @@ class _Plot:
     label: str
     x_label: str
     y_format: Format
-    width: int
-    height: int
     x_range: tuple[float, float]
     y_range: tuple[float, float]
     y_ticks: Sequence[float]
+    width: int = _WIDTH
+    height: int = _HEIGHT
     log: bool = False
     top: int = 12
 
@@ -191,8 +191,6 @@ def bar_chart(
         label=label,
         x_label="step",
         y_format=y_format,
-        width=_WIDTH,
-        height=_HEIGHT,
         x_range=(xs[0] - gap / 2, xs[-1] + gap / 2),
         y_range=y_range,
         y_ticks=y_ticks,
