@@ -100,7 +100,7 @@ class _Modules:
         except re.error as error:
             raise _refusal(f"{expression} is not a regular expression: {error}") from error
         if not found:
-            meant = f" (meant [{expression}]?)" if self.ends(expression) else ""
+            meant = f" (did you mean [{expression}]?)" if self.ends(expression) else ""
             raise _refusal(f"{expression} matches the whole name of no module{meant}; {self.known}")
         return self.checked(expression, found)
 
