@@ -394,6 +394,11 @@ def test_the_keys_that_modes_have_in_common_stay_typed(rdma: Path) -> None:
     assert refused(composed(rdma, "sync=rdma", "sync.slots=1")) == "sync.slots is 1; must be at least 2"
 
 
+def test_a_mode_of_ones_own_takes_no_deltas(rdma: Path) -> None:
+    message = refused(composed(rdma, "sync=rdma", "sync.encoding=delta"))
+    assert message == "sync.encoding is delta, which a sync mode of your own does not take; set it to full"
+
+
 def test_a_mode_in_whose_loads_the_ranks_take_part_needs_lockstep(rdma: Path) -> None:
     cfg = composed(rdma, "sync=rdma", "sync._target_=of_mine.rdma.InStep", "trainer.schedule=free")
     config.check(cfg)

@@ -109,7 +109,7 @@ def test_the_default_configuration_passes() -> None:
         ("sync.verify=bucketts", "did you mean bucket?"),
         ("sync.wire_dtype=int8", "bf16, fp32, fp16"),
         ("sync.transport=ucx", "auto, nccl, gloo"),
-        ("sync.encoding=delta", "which sync=memory does not take yet; choose sync=checkpoint or sync.encoding=full"),
+        ("sync.encoding=deltas", "did you mean delta?"),
         ("checkpoint.format=zip", "must be one of verl, dcp"),
         ("checkpoint.interval=-1", "at least 0"),
         ("checkpoint.mirror=s4://bucket/runs", "knows no s4://"),

@@ -66,6 +66,10 @@ def test_log_probs_that_vllm_does_not_tell_are_refused(truncation: str) -> None:
     config.check(config.compose([*SERVER, truncation]))
 
 
+def test_deltas_are_refused() -> None:
+    assert refusal("sync.encoding=delta").startswith("sync.encoding is delta, which explorer=vllm_server does not take")
+
+
 def test_an_adapter_that_travels_alone_is_refused() -> None:
     assert "which explorer=vllm_server does not take" in refusal("model.lora.rank=4", "sync.what=adapter")
     config.check(config.compose([*SERVER, "model.lora.rank=4", "sync.what=merged"]))

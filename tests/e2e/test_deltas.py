@@ -10,9 +10,10 @@ import pytest
 from tests.e2e.runs import Run, launch, resume
 from tests.models.test_shapes import SMALL
 
-pytestmark = pytest.mark.all  # tests/sync tries the same parts
+pytestmark = pytest.mark.all  # tests/sync tries the same parts, test_resume.py a run
 
-DELTA = ("sync=checkpoint", "sync.encoding=delta", "sync.delta.full_every=2", "trainer.lr=1e-5")
+MODES = ("checkpoint", "memory", "nccl")
+DELTA = ("sync.encoding=delta", "sync.delta.full_every=2", "trainer.lr=1e-5")
 CASES = {
     "fsdp2-hf": ("backend=fsdp2", "explorer.replicas=2"),
     "fsdp2-fp32": ("backend=fsdp2", "explorer.dtype=fp32"),
@@ -36,36 +37,43 @@ def assert_followed_by_deltas(run: Run) -> None:
     assert all(nbytes < last["bytes_full"] for nbytes in moved)
 
 
+@pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("case", CASES)
-def test_versions_are_those_of_a_run_with_full_ones(tmp_path: Path, case: str) -> None:
-    deltas = launch(tmp_path / "deltas", *CASES[case], *DELTA)
+def test_versions_are_those_of_a_run_with_full_ones(tmp_path: Path, case: str, mode: str) -> None:
+    deltas = launch(tmp_path / "deltas", f"sync={mode}", *CASES[case], *DELTA)
     assert_followed_by_deltas(deltas)
-    full = launch(tmp_path / "full", *CASES[case], *DELTA, "sync.encoding=full")
+    full = launch(tmp_path / "full", f"sync={mode}", *CASES[case], *DELTA, "sync.encoding=full")
     assert full.code == 0, full.output
     assert deltas.digests == full.digests
     assert len(set(full.digests.values())) > 1
-    deltas.assert_reproduced()
+    if "vllm" not in case:  # whose log-probs depend on how requests meet
+        deltas.assert_reproduced()
 
 
-def test_weights_without_an_engine_travel_as_deltas(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", MODES)
+def test_weights_without_an_engine_travel_as_deltas(tmp_path: Path, mode: str) -> None:
     shapes = tmp_path / "config.json"
     shapes.write_text(json.dumps(SMALL))
     given = (f"model.shapes={shapes}", "backend.ranks=2", "trainer.steps=6", "workload.changed=0.01")
-    run = launch(tmp_path / "run", "workload=bytes", *given, *DELTA[:2], small=False)
+    run = launch(tmp_path / "run", "workload=bytes", f"sync={mode}", *given, *DELTA[:1], small=False)
     assert_followed_by_deltas(run)
 
 
-def test_explorers_of_a_free_run_follow_at_their_own_pace(tmp_path: Path) -> None:
+@pytest.mark.parametrize("mode", ["checkpoint", "memory"])
+def test_explorers_of_a_free_run_follow_at_their_own_pace(tmp_path: Path, mode: str) -> None:
     free = ("trainer.schedule=free", "sync.max_staleness=4", "trainer.steps=30", "explorer.replicas=2")
-    run = launch(tmp_path / "run", *DELTA, *free, "sync.delta.full_every=8")
+    run = launch(tmp_path / "run", f"sync={mode}", *DELTA, *free, "sync.delta.full_every=8")
     assert_followed_by_deltas(run)
+    if mode == "memory":
+        return
     steps = {event["step"] for event in run.events("commit") if event["kind"] == "state_dict"}
     assert 0 < len(steps) < len(run.digests) / 4
     assert not (run.folder / "checkpoints" / ".deltas").exists()
 
 
 def test_a_resume_from_an_older_step_begins_with_a_full_version(tmp_path: Path) -> None:
-    run = launch(tmp_path / "run", *DELTA, "trainer.steps=5", "sync.delta.full_every=16", "retention=[keep_all]")
+    given = ("sync=checkpoint", *DELTA, "trainer.steps=5", "sync.delta.full_every=16", "retention=[keep_all]")
+    run = launch(tmp_path / "run", *given)
     assert_followed_by_deltas(run)
     run.go_back_to(2)
     again = resume(run.folder, "--skip-unreadable")

@@ -18,6 +18,7 @@ from trinity_sync.cli import main as cli
 SETTINGS = (
     "backend=fsdp2",
     "sync=nccl",
+    "sync.encoding=delta",
     "backend.ranks=2",
     "explorer.replicas=1",
     "trainer.steps=20",

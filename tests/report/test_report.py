@@ -285,6 +285,19 @@ def test_loads_of_one_version_may_lack_a_time_and_a_digest(tmp_path: Path) -> No
     assert re.search(r"explorer-0 \S+ ms \(not checked\), ✓ explorer-1", Page(write_report(tmp_path)).text)
 
 
+def test_deltas_say_their_codec_and_what_changed(tmp_path: Path) -> None:
+    with synthetic.recording(tmp_path) as recorder:
+        recorder.event(synthetic.event("publish", **synthetic.publish(0)))
+        for version, changed in ((1, 0.007), (2, 0.012)):
+            fields = synthetic.publish(version, codec="class_gap", changed=changed)
+            recorder.event(synthetic.event("publish", **fields))
+    page = write_report(tmp_path)
+    assert 'aria-label="Share of the elements that each version changed"' in page.read_text()
+    text = Page(page).text
+    assert "memory, full " in text
+    assert "memory, delta (class_gap, 0.7 % changed)" in text
+
+
 def test_totals_of_a_step_are_no_part_of_it(finished: Path) -> None:
     run = load(finished)
     assert isinstance(run, Run)

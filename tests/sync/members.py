@@ -16,8 +16,9 @@ from trinity_sync.actors.synchronizer_client import SynchronizerClient
 from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync import nccl
-from trinity_sync.sync.base import Bucket, LayoutCache
-from trinity_sync.sync.nccl import NcclTransport
+from trinity_sync.sync.base import Bucket, ExplorerSide, LayoutCache
+from trinity_sync.sync.deltas import DeltaTransport
+from trinity_sync.sync.nccl import BroadcastDeltas, NcclTransport
 from trinity_sync.sync.weight_loader import InPlace, WeightLoader
 from trinity_sync.weights.apply import ChecksumError
 from trinity_sync.weights.layout import PartLayout
@@ -68,9 +69,18 @@ class Receiver:
         agents: dict[str, AgentClient],
         tensors: dict[str, torch.Tensor],
     ) -> None:
-        layouts = LayoutCache(agents, LIMIT)
-        self._transport = Misbehaving(member.name, layouts)
-        self._loader = WeightLoader(member, InPlace(tensors, self._transport, layouts, "full"), synchronizer)
+        self._given = member, synchronizer, agents
+        self._tensors = tensors
+        self.restart()
+
+    def restart(self) -> None:
+        """Begin without a version, as the process of an actor that has restarted."""
+        member, synchronizer, agents = self._given
+        layouts, name = LayoutCache(agents, LIMIT), member.name
+        self._transport = Misbehaving(name, layouts)
+        side = ExplorerSide(name=name, node="", agents=agents, layouts=layouts, timeout_s=LIMIT)
+        transport = DeltaTransport(side, BroadcastDeltas(self._transport, name, layouts))
+        self._loader = WeightLoader(member, InPlace(self._tensors, transport, layouts, "full"), synchronizer)
 
     def pid(self) -> int:
         return os.getpid()
@@ -86,3 +96,7 @@ class Receiver:
 
     def held(self) -> Version | None:
         return self._loader.held
+
+    def change(self) -> None:
+        """Change an element behind the loader's back."""
+        self._tensors["embed.weight"][0, 0] += 1

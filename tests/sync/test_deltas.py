@@ -8,23 +8,27 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
+from ray.exceptions import OutOfDiskError
 
 from tests.sync.helpers import LIMIT, PretendTrainer, empty, make_loader, node_id, random_weights
 from tests.sync.test_loading import FolderStore, side_of
 from tests.weights.helpers import reference_digest
-from trinity_sync.actors.agent_client import AgentClient
+from trinity_sync.actors.agent_client import AgentClient, SharedDelta
 from trinity_sync.actors.synchronizer_client import Sealed
-from trinity_sync.errors import RunError
+from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync import Synchronizer
 from trinity_sync.sync.base import ExplorerSide, LayoutCache, Published
 from trinity_sync.sync.checkpoint import CheckpointMode, DeltaPublisher
-from trinity_sync.sync.deltas import DeltaTransport, find_route, version_folder
+from trinity_sync.sync.deltas import DeltaTransport, KeptDeltas, Route, VersionIndex, find_route, version_folder
+from trinity_sync.sync.memory import MemoryMode
 from trinity_sync.sync.weight_loader import WeightLoader
 from trinity_sync.weights.delta import DeltaError
+from trinity_sync.weights.part_delta import EncodedDelta
 
 
 def also(*values: Any) -> list[Any]:
@@ -88,6 +92,15 @@ class Run:
     def file(self, back: int = 1) -> Path:
         before = self.published[-back - 1]
         return self.folder(back) / f"rank-00001-from-{before.attempt}-{before.step}.delta"
+
+    def route(self, held: Version | None) -> Route | None:
+        """The way to the newest version."""
+        read = lambda version: VersionIndex.read(version_folder(self.deltas, version))  # noqa: E731
+        return find_route(self.published[-1], held, self.full_bytes, read)
+
+    def lose(self) -> None:
+        """Lose a delta to the newest version."""
+        self.file().unlink()
 
     @property
     def piece_bytes(self) -> int:
@@ -170,9 +183,9 @@ def test_a_version_is_written_in_full_every_so_many_versions_and_by_each_new_pub
 
 def test_a_new_explorer_reads_the_newest_full_version_and_what_follows(run: Run) -> None:
     run.publish(FULL_EVERY + 3)
-    route = find_route(run.folder(), run.published[-1], None, run.full_bytes)
+    route = run.route(None)
     assert route is not None
-    assert route.full == (run.published[FULL_EVERY], run.root / f"version-{run.published[FULL_EVERY].step}")
+    assert route.full == (run.published[FULL_EVERY], f"version-{run.published[FULL_EVERY].step}")
     loader, here = run.explorer()
     report = assert_holds(loader, here, run)
     assert report.fault is None
@@ -185,10 +198,8 @@ def test_an_explorer_that_missed_versions_takes_few_deltas(run: Run, missed: int
     run.publish(share=0.005)
     loader.load(None)
     run.publish(missed, share=0.005)
-    route = find_route(run.folder(), run.published[-1], loader.held, run.full_bytes)
-    assert route is not None
-    assert route.full is None
-    assert list(route.starts) == [run.published[at] for at in {1: [0], 5: [0, 4], 9: [0, 4, 8]}[missed]]
+    starts = [run.published[at] for at in {1: [0], 5: [0, 4], 9: [0, 4, 8]}[missed]]
+    assert run.route(loader.held) == Route(tuple(starts), None)
     report = assert_holds(loader, here, run)
     assert report.fault is None
 
@@ -366,10 +377,136 @@ def test_the_folder_of_the_full_version_is_kept_while_it_is_read(run: Run) -> No
     assert held == [(run.root / f"version-{run.published[0].step}", run.published[0])]
 
 
+# ---- deltas that agents keep
+
+
+class MemoryRun(Run):
+    """A trainer whose agents keep the deltas."""
+
+    def __init__(self, trainer: PretendTrainer, root: Path) -> None:
+        super().__init__(trainer, root)
+        self._mode = MemoryMode(encoding="delta", delta=SimpleNamespace(codec="auto"))
+        self.publisher = self._mode.publisher(side_of(trainer))
+
+    def route(self, held: Version | None) -> Route | None:
+        [agent] = self.trainer.agents.values()
+        assert held is not None
+        chains = agent.share_deltas(self.published[-1], held).result(LIMIT).values()
+        [starts] = {tuple(one.start for one in chain) for chain in chains}
+        return Route(starts, None)
+
+    def lose(self) -> None:
+        """Lose the next delta that is fetched."""
+        patch = pytest.MonkeyPatch()
+
+        def result(limit: float) -> memoryview:
+            patch.undo()
+            raise WaitTimeout("the node agent", "send a delta", limit)
+
+        patch.setattr("trinity_sync.sync.deltas.Call", lambda *given: SimpleNamespace(result=result))
+
+
+@pytest.fixture
+def in_memory(trainer: PretendTrainer, tmp_path: Path) -> MemoryRun:
+    return MemoryRun(trainer, tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *also(torch.float32)], ids=str)
+def test_deltas_that_agents_keep_are_followed(in_memory: MemoryRun, dtype: torch.dtype) -> None:
+    loader, here = in_memory.explorer(dtype)
+    moved = []
+    for _ in range(3):
+        in_memory.publish()
+        report = assert_holds(loader, here, in_memory)
+        assert report.fault is None
+        moved.append(report.bytes_moved)
+    assert moved[0] == in_memory.full_bytes
+    assert all(0 < nbytes < in_memory.full_bytes / 2 for nbytes in moved[1:])
+    assert [sent.encoding for sent in in_memory.sent] == ["full", "delta", "delta"]
+
+
+def test_missed_versions_are_made_up_for_by_few_kept_deltas(in_memory: MemoryRun) -> None:
+    loader, here = in_memory.explorer()
+    in_memory.publish(share=0.002)
+    loader.load(None)
+    in_memory.publish(9, share=0.002)
+    assert in_memory.route(loader.held) == Route(tuple(in_memory.published[at] for at in (0, 4, 8)), None)
+    assert assert_holds(loader, here, in_memory).bytes_moved < in_memory.full_bytes / 2
+
+
+def test_agents_keep_no_more_deltas_than_pay(in_memory: MemoryRun) -> None:
+    loader, here = in_memory.explorer()
+    in_memory.publish()
+    loader.load(None)
+    in_memory.publish(4, share=0.3)
+    report = assert_holds(loader, here, in_memory)
+    assert (report.bytes_moved, report.fault) == (in_memory.full_bytes, None)
+
+
+@pytest.mark.parametrize("how", ["lost", "other weights"])
+def test_kept_deltas_that_cannot_be_used_cost_a_full_version_and_are_told(in_memory: MemoryRun, how: str) -> None:
+    loader, here = in_memory.explorer()
+    in_memory.publish()
+    loader.load(None)
+    in_memory.publish()
+    if how == "lost":
+        in_memory.lose()
+    else:
+        here["embed.weight"][3] += 1
+    report = assert_holds(loader, here, in_memory)
+    assert "was read once more: " in report.fault
+    assert report.bytes_moved == in_memory.full_bytes
+    in_memory.publish(2)
+    assert assert_holds(loader, here, in_memory).bytes_moved < in_memory.full_bytes / 2
+
+
+KEPT = EncodedDelta(Version(0, 1), [b"delta"], 1)
+
+
+def test_a_part_that_is_smaller_than_its_delta_has_one_nevertheless(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.put", lambda data: bytes(data))
+    kept = KeptDeltas(0)
+    kept.add(Version(0, 2), KEPT)
+    assert kept.chain(Version(0, 2), Version(0, 1)) == [SharedDelta(Version(0, 1), 5, b"delta")]
+    assert kept.chain(Version(0, 2), Version(0, 2)) is None
+
+
+def test_an_agent_keeps_the_newest_deltas_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.put", len)
+    kept = KeptDeltas(16 * 2**20)
+    for step in range(5):
+        kept.add(Version(0, step + 1), EncodedDelta(Version(0, step), [bytes(2**20 - 1)], 1))
+    assert kept.chain(Version(0, 5), Version(0, 3)) is not None
+    assert kept.chain(Version(0, 5), Version(0, 2)) is None
+
+
+def test_a_full_object_store_costs_deltas_and_not_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = KeptDeltas(1000)
+    monkeypatch.setattr("ray.put", Mock(side_effect=OutOfDiskError()))
+    assert kept.add(Version(0, 2), KEPT) == 5
+    assert kept.chain(Version(0, 2), Version(0, 1)) is None
+
+
+def test_parts_of_two_nodes_are_followed(
+    synchronizer: Synchronizer, make_agent: Callable[..., AgentClient], tmp_path: Path
+) -> None:
+    lead = make_agent(synchronizer.client, nodes=2)
+    agents = {node_id(): lead, "far-away": make_agent(synchronizer.client, nodes=2, lead=lead, node="far-away")}
+    weights = random_weights(0, SHAPES)
+    run = MemoryRun(PretendTrainer(synchronizer.client, agents, weights=weights, bucket_bytes=4096), tmp_path)
+    loader, here = run.explorer()
+    run.publish()
+    loader.load(None)
+    run.publish()
+    assert assert_holds(loader, here, run).bytes_moved < run.full_bytes / 2
+
+
 # ---- explorers whose engine cannot give weights back
 
 
-def test_copies_for_workers_follow_by_deltas_and_heal(run: Run) -> None:
+@pytest.mark.parametrize("kind", [Run, MemoryRun], ids=["files", "memory"])
+def test_copies_for_workers_follow_by_deltas_and_heal(trainer: PretendTrainer, tmp_path: Path, kind: type[Run]) -> None:
+    run = kind(trainer, tmp_path)
     copies = run._mode.copies(run.side())
     assert copies is not None
     moved = []
@@ -377,8 +514,8 @@ def test_copies_for_workers_follow_by_deltas_and_heal(run: Run) -> None:
         run.publish()
         lease = run.trainer.synchronizer.lease("explorer-0", None).result(LIMIT)
         if damaged:
-            flip(run.file())
-            with pytest.raises(DeltaError, match="is damaged"):
+            run.lose()
+            with pytest.raises(DeltaError):
                 copies.localize(lease)
         here = copies.localize(lease)
         run.trainer.synchronizer.release(lease.id).result(LIMIT)
@@ -387,7 +524,7 @@ def test_copies_for_workers_follow_by_deltas_and_heal(run: Run) -> None:
             pieces = part.layout.pieces("shard")
             assert all(part.data[start:stop] == slot[start:stop] for start, stop in pieces)
         moved.append(copies.moved)
-    assert moved[0] == moved[3] == run.piece_bytes
+    assert run.piece_bytes <= moved[0] == moved[3] <= run.full_bytes
     assert all(0 < nbytes < run.full_bytes / 2 for nbytes in (moved[1], moved[2], moved[4]))
     paths = [Path(info.path) for info in here.parts.values()]
     assert all(path.exists() for path in paths)

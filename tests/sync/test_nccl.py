@@ -5,34 +5,51 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import ray
 import torch
 
-from tests.sync.helpers import LIMIT, PretendTrainer, empty, random_weights
+from tests.sync.helpers import LIMIT, PretendTrainer, empty, node_id, random_weights
 from tests.sync.members import Receiver, Sender
-from trinity_sync.actors.explorer_client import ExplorerClient
+from trinity_sync.actors.agent_client import AgentClient
+from trinity_sync.actors.explorer_client import ExplorerClient, LoadReport
 from trinity_sync.actors.rank_client import RankClient
-from trinity_sync.errors import RunError
+from trinity_sync.actors.synchronizer_client import Sealed
+from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.protocol.rounds import RoundMember
-from trinity_sync.sync import nccl
-from trinity_sync.sync.base import TrainerSide
+from trinity_sync.protocol.versions import Version
+from trinity_sync.sync import Synchronizer, nccl
+from trinity_sync.sync.base import LayoutCache, TrainerSide
 from trinity_sync.sync.broadcast_group import BroadcastGroup
-from trinity_sync.sync.nccl import NcclPublisher
+from trinity_sync.sync.nccl import NcclPublisher, NcclTransport
+from trinity_sync.weights.delta import DeltaError
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.shards import whole
 
+SHAPES = {"embed.weight": (300, 64), "layers.0.mlp.weight": (64, 100), "layers.0.norm.weight": (64,), "scale": ()}
 MEMBERS = {name: RoundMember.new(name) for name in ("explorer-0", "explorer-1")}
+
+
+def weights(seed: int) -> dict[str, torch.Tensor]:
+    return random_weights(seed, SHAPES)
 
 
 def ask(explorer: ExplorerClient, method: str, *args: Any) -> Any:
     """Call what only these stand-ins have."""
     return ray.get(getattr(explorer.handle, method).remote(*args), timeout=LIMIT)
+
+
+@pytest.fixture(scope="module")
+def trainer(synchronizer: Synchronizer, make_agent: Callable[..., AgentClient]) -> PretendTrainer:
+    """Its parts are large enough for deltas to pay."""
+    agents = {node_id(): make_agent(synchronizer.client)}
+    return PretendTrainer(synchronizer.client, agents, weights=weights(0), bucket_bytes=4096)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +68,7 @@ def explorers(trainer: PretendTrainer, ranks: list[RankClient]) -> dict[str, Exp
     """Two: one casts what it receives, the other receives it where it belongs. The last test kills the second."""
 
     def start(name: str, dtype: torch.dtype) -> ExplorerClient:
-        tensors = {n: t.to(dtype) if t.is_floating_point() else t for n, t in empty(random_weights(0)).items()}
+        tensors = {n: t.to(dtype) if t.is_floating_point() else t for n, t in empty(weights(0)).items()}
         arguments = (MEMBERS[name], trainer.synchronizer, trainer.agents, tensors)
         return ExplorerClient(ray.remote(Receiver).options(num_cpus=0).remote(*arguments), name)
 
@@ -82,7 +99,7 @@ def test_every_explorer_gets_every_ranks_part(
     trainer: PretendTrainer, mode: NcclPublisher, explorers: dict[str, ExplorerClient]
 ) -> None:
     for seed in (1, 2):
-        sealed = trainer.seal(random_weights(seed))
+        sealed = trainer.seal(weights(seed))
         mode.publish(sealed)
         delivery = mode.deliver(explorers, sealed.version)
         assert delivery.lost == {}
@@ -96,7 +113,7 @@ def test_every_explorer_gets_every_ranks_part(
 def test_who_comes_late_gets_a_round_of_its_own(
     trainer: PretendTrainer, mode: NcclPublisher, explorers: dict[str, ExplorerClient]
 ) -> None:
-    sealed = trainer.seal(random_weights(3))
+    sealed = trainer.seal(weights(3))
     mode.publish(sealed)
     for name, explorer in explorers.items():
         (report,) = mode.deliver({name: explorer}, sealed.version).reports
@@ -114,7 +131,7 @@ def test_an_explorer_that_hangs_is_named_and_holds_nobody_up_for_longer_than_the
 ) -> None:
     monkeypatch.setattr("trinity_sync.actors.calls._GRACE_S", 0.5)
     mode = mode_of(trainer, ranks, timeout_s=2.0)
-    sealed = trainer.seal(random_weights(7))
+    sealed = trainer.seal(weights(7))
     mode.publish(sealed)
     if when == "before the round":
         os.kill(stopped, signal.SIGSTOP)
@@ -126,7 +143,7 @@ def test_an_explorer_that_hangs_is_named_and_holds_nobody_up_for_longer_than_the
 
     os.kill(stopped, signal.SIGCONT)
     again = mode_of(trainer, ranks)
-    again.publish(sealed := trainer.seal(random_weights(8)))
+    again.publish(sealed := trainer.seal(weights(8)))
     reports = again.deliver(explorers, sealed.version).reports
     assert [report.digest for report in reports] == [sealed.digest] * 2
 
@@ -134,13 +151,14 @@ def test_an_explorer_that_hangs_is_named_and_holds_nobody_up_for_longer_than_the
 def test_a_slot_that_was_damaged_is_told_and_the_next_version_arrives(
     trainer: PretendTrainer, mode: NcclPublisher, explorers: dict[str, ExplorerClient]
 ) -> None:
-    sealed = trainer.seal(random_weights(9))
-    trainer.damage(sealed, "rank-00001", 300)
+    sealed = trainer.seal(weights(9))
+    [start] = [start for name, _, _, start, _ in trainer.layouts["rank-00001"].table if name == "layers.0.mlp.weight"]
+    trainer.damage(sealed, "rank-00001", start)
     mode.publish(sealed)
     with pytest.raises(RunError, match=r"^explorer-\d cannot load .*damaged: layers.0.mlp.weight$"):
         mode.deliver(explorers, sealed.version)
     assert [ask(explorer, "held") for explorer in explorers.values()] == [None, None]
-    mode.publish(sealed := trainer.seal(random_weights(10)))
+    mode.publish(sealed := trainer.seal(weights(10)))
     assert [report.digest for report in mode.deliver(explorers, sealed.version).reports] == [sealed.digest] * 2
 
 
@@ -148,11 +166,11 @@ def test_an_explorer_that_gives_up_with_buckets_on_their_way_holds_nobody_up(
     trainer: PretendTrainer, mode: NcclPublisher, explorers: dict[str, ExplorerClient]
 ) -> None:
     ask(explorers["explorer-1"], "take_for_damaged")
-    mode.publish(sealed := trainer.seal(random_weights(17)))
+    mode.publish(sealed := trainer.seal(weights(17)))
     began = time.monotonic()
     with pytest.raises(RunError, match="the first bucket arrived damaged"):
         mode.deliver(explorers, sealed.version)
-    mode.publish(sealed := trainer.seal(random_weights(18)))
+    mode.publish(sealed := trainer.seal(weights(18)))
     assert [report.digest for report in mode.deliver(explorers, sealed.version).reports] == [sealed.digest] * 2
     assert time.monotonic() - began < LIMIT / 2, "somebody waited for the limit of a round"
 
@@ -160,25 +178,132 @@ def test_an_explorer_that_gives_up_with_buckets_on_their_way_holds_nobody_up(
 def test_a_round_is_led_for_the_version_that_the_ranks_have_staged_only(
     trainer: PretendTrainer, mode: NcclPublisher, explorers: dict[str, ExplorerClient]
 ) -> None:
-    older, newer = trainer.seal(random_weights(11)), None
+    older, newer = trainer.seal(weights(11)), None
     mode.publish(older)
-    newer = trainer.seal(random_weights(12))
+    newer = trainer.seal(weights(12))
     mode.publish(newer)
     with pytest.raises(RunError, match=rf"^version {older.version} was not published last"):
         mode.deliver(explorers, older.version)
 
 
 def test_a_load_without_a_broadcast_is_refused(trainer: PretendTrainer, explorers: dict[str, ExplorerClient]) -> None:
-    version = trainer.publish(random_weights(13)).version
+    version = trainer.publish(weights(13)).version
     with pytest.raises(RunError, match=rf"to load version {version}, but was not asked to any broadcast$"):
         explorers["explorer-0"].load(version).result(LIMIT)
+
+
+# ---- deltas
+
+
+class Following:
+    """A trainer that broadcasts deltas to explorers."""
+
+    def __init__(self, trainer: PretendTrainer, ranks: list[RankClient], explorers: dict[str, ExplorerClient]) -> None:
+        self.trainer, self.explorers, self.weights = trainer, explorers, weights(20)
+        self._ranks = ranks
+        self.publisher = self.publisher_of(LIMIT)
+
+    def publisher_of(self, timeout_s: float) -> NcclPublisher:
+        given = {"synchronizer": self.trainer.synchronizer, "agents": self.trainer.agents, "ranks": self._ranks}
+        return NcclPublisher(TrainerSide(**given, timeout_s=timeout_s), "gloo", SimpleNamespace(codec="auto"))
+
+    def publish(self, share: float = 0.01) -> Sealed:
+        """Publish a version with a share of new elements."""
+        for name, tensor in self.weights.items():
+            changed = torch.rand(tensor.shape) < share
+            self.weights[name] = torch.where(changed, tensor + tensor.abs() / 64 + 1, tensor).to(tensor.dtype)
+        sealed = self.trainer.seal(self.weights)
+        self.publisher.publish(sealed)
+        return sealed
+
+    def deliver(self, sealed: Sealed, *names: str) -> list[LoadReport]:
+        """Deliver a version to explorers, all where none are named."""
+        chosen = {name: self.explorers[name] for name in names or self.explorers}
+        reports = self.publisher.deliver(chosen, sealed.version).reports
+        assert {(report.explorer, report.digest) for report in reports} == {(name, sealed.digest) for name in chosen}
+        return reports
+
+    def is_delta(self, report: LoadReport) -> bool:
+        return report.bytes_moved < sum(layout.nbytes for layout in self.trainer.layouts.values()) / 2
+
+
+@pytest.fixture
+def following(trainer: PretendTrainer, ranks: list[RankClient], explorers: dict[str, ExplorerClient]) -> Following:
+    return Following(trainer, ranks, explorers)
+
+
+def test_what_has_changed_is_broadcast_after_the_first_version(following: Following) -> None:
+    sent = [[following.is_delta(report) for report in following.deliver(following.publish())] for _ in range(3)]
+    assert sent == [[False, False], [True, True], [True, True]]
+
+
+def test_explorers_that_hold_different_versions_get_deltas_of_their_own(following: Following) -> None:
+    following.deliver(following.publish())
+    following.deliver(following.publish(), "explorer-0")
+    assert [following.is_delta(report) for report in following.deliver(following.publish())] == [True, True]
+
+
+def test_a_version_that_changes_most_elements_is_broadcast_in_full(following: Following) -> None:
+    following.deliver(following.publish())
+    reports = following.deliver(following.publish(share=1.0))
+    assert [(following.is_delta(report), report.fault) for report in reports] == [(False, None)] * 2
+
+
+@pytest.mark.parametrize("how", ["change", "restart"])
+def test_a_delta_that_an_explorer_cannot_take_is_told_and_the_version_sent_in_full(
+    following: Following, how: str
+) -> None:
+    following.deliver(following.publish())
+    ask(following.explorers["explorer-1"], how)
+    reports = following.deliver(following.publish(share=0.1))
+    assert not any(following.is_delta(report) for report in reports)
+    faults = {report.explorer: str(report.fault) for report in reports}
+    assert "was sent once more, in full: explorer-1 cannot load" in faults["explorer-1"]
+    assert faults["explorer-0"] == "None"
+    reports = following.deliver(following.publish())
+    assert all(following.is_delta(report) and report.fault is None for report in reports)
+
+
+def test_a_delta_that_no_agent_hands_out_is_not_waited_for(
+    following: Following, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    following.deliver(following.publish())
+    sealed = following.publish()
+    late = WaitTimeout("the agent", "hand out the deltas", 1.0)
+    monkeypatch.setattr("trinity_sync.sync.deltas.shared_deltas", Mock(side_effect=late))
+    assert not any(following.is_delta(report) for report in following.deliver(sealed))
+
+
+def test_an_explorer_that_hangs_ends_a_round_of_deltas_too(
+    following: Following, stopped: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trinity_sync.actors.calls._GRACE_S", 0.5)
+    following.deliver(following.publish())
+    following.publisher = following.publisher_of(2.0)
+    following.deliver(following.publish())
+    sealed = following.publish()
+    lead = Mock(wraps=following.publisher._lead_round)
+    monkeypatch.setattr(following.publisher, "_lead_round", lead)
+    os.kill(stopped, signal.SIGSTOP)
+    with pytest.raises(RunError, match="explorer-1"):
+        following.publisher.deliver(following.explorers, sealed.version)
+    assert lead.call_count == 1
+    os.kill(stopped, signal.SIGCONT)
+    following.publisher = following.publisher_of(LIMIT)
+    following.deliver(following.publish())
+
+
+def test_a_transport_of_whole_versions_refuses_a_delta() -> None:
+    broadcast = SimpleNamespace(base=Version(0, 1))
+    with pytest.raises(DeltaError, match="explorer-0 takes whole versions only"):
+        next(NcclTransport("explorer-0", LayoutCache({}, LIMIT)).buckets(SimpleNamespace(), broadcast, lambda *_: None))
 
 
 def test_an_explorer_that_dies_in_a_round_is_lost_and_the_other_gets_the_version(
     trainer: PretendTrainer, mode: NcclPublisher, explorers: dict[str, ExplorerClient]
 ) -> None:
     ask(explorers["explorer-1"], "signal_itself", signal.SIGKILL)
-    sealed = trainer.seal(random_weights(14))
+    sealed = trainer.seal(weights(14))
     mode.publish(sealed)
     delivery = mode.deliver(explorers, sealed.version)
     assert {name: death.who for name, death in delivery.lost.items()} == {"explorer-1": "explorer-1"}
@@ -188,7 +313,7 @@ def test_an_explorer_that_dies_in_a_round_is_lost_and_the_other_gets_the_version
     assert list(mode.deliver({"explorer-1": explorers["explorer-1"]}, sealed.version).lost) == ["explorer-1"]
     trainer.synchronizer.drop_reader(MEMBERS["explorer-1"]).result(LIMIT)
     for seed in (15, 16):
-        mode.publish(sealed := trainer.seal(random_weights(seed)))
+        mode.publish(sealed := trainer.seal(weights(seed)))
     (report,) = mode.deliver({"explorer-0": explorers["explorer-0"]}, sealed.version).reports
     assert report.digest == sealed.digest
 

@@ -7,8 +7,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from trinity_sync.actors.client import MethodNames, RayClient, RemoteMethod
+from trinity_sync.protocol.versions import Version
 
 if TYPE_CHECKING:
+    import ray
     from ray.actor import ActorHandle
 
     from trinity_sync.sync.node_agent import NodeAgent
@@ -46,14 +48,22 @@ class StatePart:
 
 
 class WrittenDelta(NamedTuple):
-    """A part's delta that an agent has written."""
+    """A part's delta that an agent has written, or keeps."""
 
     part: str
-    start: tuple[int, int]  # the version that it leads from: (attempt, step)
+    start: Version  # that it leads from
     nbytes: int
     codec: str
     changed: int  # of its elements
     elements: int
+
+
+class SharedDelta(NamedTuple):
+    """A delta of a part that an agent keeps in Ray's object store."""
+
+    start: Version
+    nbytes: int
+    reference: ray.ObjectRef | None  # None: told to members that receive it from others
 
 
 class AgentClient(RayClient):
@@ -78,7 +88,8 @@ class AgentClient(RayClient):
     share = RemoteMethod(NodeAgent.share, "hand out {2}")
     write = RemoteMethod(NodeAgent.write, "write slot {0} into {1}")
 
-    write_deltas = RemoteMethod(NodeAgent.write_deltas, "write the deltas of version {0} into {4}")
+    encode_deltas = RemoteMethod(NodeAgent.encode_deltas, "make the deltas of version {0}")
+    share_deltas = RemoteMethod(NodeAgent.share_deltas, "hand out the deltas of version {0}")
 
     save_published = RemoteMethod(NodeAgent.save_published, "write the explorers' version of step {0}")
     restore_published = RemoteMethod(NodeAgent.restore_published, "restore version {0}")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
+from trinity_sync.actors.agent_client import SharedDelta
 from trinity_sync.actors.client import MethodNames, RayClient, RemoteMethod
 from trinity_sync.protocol.versions import Version
 from trinity_sync.weights.wire import WireFormat
@@ -127,6 +128,9 @@ class Broadcast:
     transport: str  # gloo or nccl
     cut: Cut  # buckets if each is checked before use, else tensors
     timeout_s: float  # of each operation
+    # What travels in place of the parts: the deltas from a version that all receivers hold, by part.
+    base: Version | None = None
+    deltas: Mapping[str, Sequence[SharedDelta]] = field(default_factory=dict)
 
     def prefix(self, sender: int) -> str:
         """Return the prefix of the store's keys for one sender."""

@@ -265,10 +265,12 @@ def _check_staleness(get: Get) -> Iterator[Problem]:
 
 def _check_encoding(get: Get) -> Iterator[Problem]:
     if get("sync.encoding") == "delta":
-        for key, takes in (("sync.mode", ("checkpoint",)), ("explorer.kind", ("hf", "vllm", "bytes"))):
-            if (chosen := get(key)) in own_labels(group := key.split(".")[0]) and chosen not in takes:
-                told = f"is delta, which {group}={chosen} does not take yet; choose {group}={takes[0]}"
-                yield Problem("sync.encoding", f"{told} or sync.encoding=full")
+        if get(f"sync.{TARGET}") not in own_targets():
+            yield Problem("sync.encoding", "is delta, which a sync mode of your own does not take; set it to full")
+        takes = ("hf", "vllm", "bytes")
+        if (chosen := get("explorer.kind")) in own_labels("explorer") and chosen not in takes:
+            told = f"is delta, which explorer={chosen} does not take yet; choose explorer=hf or sync.encoding=full"
+            yield Problem("sync.encoding", told)
 
 
 def _check_explorer_dtype(get: Get) -> Iterator[Problem]:

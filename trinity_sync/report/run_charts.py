@@ -166,6 +166,20 @@ def moved(run: Run) -> Markup:
     )
 
 
+def changed(run: Run) -> Markup | None:
+    """Draw the share of the elements that each version changed; None without deltas."""
+    points = run.measured(PublishEvent, lambda event: None if event.changed is None else 100 * event.changed)
+    if all(value is None for _, value in points):
+        return None
+    return charts.line_chart(
+        [Series(name="changed, percent", points=points, colour=0)],
+        label="Share of the elements that each version changed",
+        x_label="version",
+        y_format=metric_text,
+        y_bounds=(0.0, None),
+    )
+
+
 def saves(run: Run) -> Markup:
     """Draw the times of each checkpoint."""
     return charts.line_chart(

@@ -44,7 +44,14 @@ from trinity_sync.sync.base import (
     TrainerSide,
     deliver_each,
 )
-from trinity_sync.sync.deltas import DeltaCopies, DeltaTransport, VersionIndex, version_folder
+from trinity_sync.sync.deltas import (
+    DeltaCopies,
+    DeltaTransport,
+    FolderDeltas,
+    VersionDeltas,
+    VersionIndex,
+    version_folder,
+)
 from trinity_sync.sync.links import BucketNotice, End, Spoke, Working
 from trinity_sync.sync.memory import SlotMaps
 from trinity_sync.weights.layout import Cut, PartLayout, Segment
@@ -80,7 +87,7 @@ class CheckpointMode(SyncMode):
 
     def transport(self, side: ExplorerSide) -> CheckpointTransport | DeltaTransport:
         full = CheckpointTransport(side.lease_folder)
-        return full if self._delta is None else DeltaTransport(side, full)
+        return full if self._delta is None else DeltaTransport(side, FolderDeltas(side, full))
 
     def maps(self, side: ExplorerSide) -> PartMaps:
         return FileMaps() if self._delta is None else SlotMaps(side.layouts)
@@ -104,7 +111,7 @@ class CheckpointPublisher:
     def _write(self, sealed: Sealed) -> Path:
         """Write and commit the files of a whole version; return their folder."""
         version = sealed.version
-        nodes = _nodes(sealed)
+        nodes = sorted({info.node for info in sealed.parts.values()})
         folder = self._store.begin(version, nodes)
         try:
             metadata = {"attempt": str(version.attempt), "step": str(version.step)}
@@ -129,8 +136,7 @@ class CheckpointPublisher:
 
 
 class DeltaPublisher(CheckpointPublisher):
-    """The driver's half with deltas. The node agents compare each version with the one before, whose slot nobody fills
-    meanwhile. The first version, and then one of every `full_every`, is written in full as well.
+    """The driver's half with deltas. The first version, and then one of every `full_every`, is written in full as well.
 
     Args:
         root: folder of the deltas, in that of the checkpoints.
@@ -139,47 +145,33 @@ class DeltaPublisher(CheckpointPublisher):
     def __init__(self, side: TrainerSide, store: StateDictStore, durable: bool, root: Path, keys: DeltaConfig) -> None:
         super().__init__(side, store, durable)
         self._root = root
-        self._keys = keys
-        self._before: tuple[Version, int] | None = None  # the last version and its slot
+        self._full_every = keys.full_every
+        self._deltas = VersionDeltas(side, keys.codec)
         self._count = 0
         self._folders: list[list[Path]] = []  # of the versions since the last full one but one, and since the last
 
     def publish(self, sealed: Sealed) -> Published:
-        is_full = self._count % self._keys.full_every == 0
+        is_full = self._count % self._full_every == 0
         full = self._write(sealed) if is_full else None
         folder = version_folder(self._root, sealed.version)
         make_folder(folder)
-        base, slot = self._before or (None, -1)
-        written = [] if base is None else self._write_deltas(sealed, base, slot, folder)
+        written = self._deltas.encode(sealed, folder, durable=self._durable)
         by_start: dict[Version, list[WrittenDelta]] = {}
         for one in written:
-            by_start.setdefault(Version(*one.start), []).append(one)
+            by_start.setdefault(one.start, []).append(one)
         whole = {start: found for start, found in by_start.items() if len(found) == len(sealed.parts)}
         deltas = [(start, sum(one.nbytes for one in found)) for start, found in whole.items()]
         named = None if full is None else os.path.relpath(full.resolve(), self._root.parent.resolve())
         VersionIndex(named, deltas).write(folder, durable=self._durable)
-        self._commit(sealed, folder)
-        self._before, self._count = (sealed.version, sealed.slot), self._count + 1
+        report = self._deltas.report(sealed, written, with_full=is_full)
+        self._deltas.commit(sealed, str(folder))
+        self._count += 1
         if is_full:
             self._folders.append([])
             for old in self._folders.pop(0) if len(self._folders) > 2 else ():  # no reader needs them
                 shutil.rmtree(old, ignore_errors=True)
         self._folders[-1].append(folder)
-        nbytes = sum(one.nbytes for one in written) + is_full * sum(info.nbytes for info in sealed.parts.values())
-        if base is None:
-            return Published(encoding="full", nbytes=nbytes)
-        changed = sum(one.changed for one in by_start[base]) / max(1, sum(one.elements for one in by_start[base]))
-        return Published(encoding="delta", nbytes=nbytes, codec=written[0].codec, changed=changed)
-
-    def _write_deltas(self, sealed: Sealed, base: Version, base_slot: int, folder: Path) -> list[WrittenDelta]:
-        given = sealed.version, sealed.slot, base, base_slot, str(folder), self._keys.codec
-        calls = [self._side.agents[node].write_deltas(*given, fsync=self._durable) for node in _nodes(sealed)]
-        found = results(calls, self._side.timeout_s, f"write the deltas of version {sealed.version}")
-        return [one for of_node in found for one in of_node]
-
-
-def _nodes(sealed: Sealed) -> list[str]:
-    return sorted({info.node for info in sealed.parts.values()})
+        return report
 
 
 class CheckpointTransport:

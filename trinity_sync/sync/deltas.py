@@ -1,38 +1,52 @@
-"""Versions as deltas: the folder of a version, the cheapest way to it, and an explorer's half.
+"""Versions as deltas: how they are made, the cheapest way to a version, and an explorer's half.
 
-A version's folder has `index.json`, which names the deltas that end at the version and the folder of its full form if
-there is one, and a file for each delta and part. A reader goes backwards from the version that it wants, until it meets
-the one that it holds or a full one. It reads and checks all files of that way before it changes anything, and then
-takes the version piece by piece: old bits, the deltas one after another, new bits. Whatever is wrong, the loader's
-second try takes the full version, which the node agents write from the leased slot.
+The node agents encode each version against the one before. In mode checkpoint they write files: a version's folder has
+`index.json`, which names the deltas that end at the version and the folder of its full form if there is one, and a file
+for each delta and part. In the other modes they keep the deltas in memory (`KeptDeltas`). A reader goes backwards from
+the version that it wants, until it meets the one that it holds or a full one. It has and checks all deltas of that way
+before it changes anything, and then takes the version piece by piece: old bits, the deltas one after another, new bits.
+Whatever is wrong, the version is taken again in full.
 """
 
 from __future__ import annotations
 
 import contextlib
 import heapq
+import itertools
 import json
 import shutil
-from collections.abc import Callable, Generator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
+import ray
+from ray.exceptions import RayError
 
-from trinity_sync.actors.calls import results
+from trinity_sync.actors.agent_client import AgentClient, SharedDelta, WrittenDelta
+from trinity_sync.actors.calls import Call, results
 from trinity_sync.actors.rank_client import Broadcast
+from trinity_sync.actors.synchronizer_client import Sealed
 from trinity_sync.errors import RunError
 from trinity_sync.host.durable import replace_file
 from trinity_sync.host.logs import story
-from trinity_sync.protocol.parts import delta_file, shard_file
+from trinity_sync.protocol.parts import PartInfo, delta_file, shard_file
 from trinity_sync.protocol.versions import Lease, Version
-from trinity_sync.sync.base import Bucket, ExplorerSide, FindDestination, Places, Transport
+from trinity_sync.sync.base import (
+    Bucket,
+    ExplorerSide,
+    FindDestination,
+    Places,
+    Published,
+    TrainerSide,
+    Transport,
+)
 from trinity_sync.weights import delta
 from trinity_sync.weights.delta import DeltaError, WrongBaseError
 from trinity_sync.weights.layout import Cut, PartLayout
-from trinity_sync.weights.part_delta import PartDelta, Point
+from trinity_sync.weights.part_delta import SPANS, EncodedDelta, PartDelta, Point
 from trinity_sync.weights.shard_file import ShardFile
 from trinity_sync.weights.shards import itemsize
 
@@ -42,6 +56,12 @@ if TYPE_CHECKING:
     from trinity_sync.sync.arrivals import SharedSegment
 
 _FORMAT = 1
+_MOST_KEPT = 1 / 8
+"""Share of a part's bytes that deltas in memory may take. Those of the newest version are kept in any case."""
+_LEAST_BYTES = 2**20
+"""What the deltas of a part may take in any case: those of a tiny part are larger than the part."""
+_FETCH_SHARE = 1 / 4
+"""Share of `sync.timeout_s` in which a delta has to come. The rest is for the full version in its place."""
 
 
 def version_folder(root: Path, version: Point) -> Path:
@@ -50,7 +70,7 @@ def version_folder(root: Path, version: Point) -> Path:
 
 
 class VersionIndex(NamedTuple):
-    """The contents of a version's folder."""
+    """What leads to a version; the contents of its folder."""
 
     full: str | None  # folder of the full version, below that of the checkpoints
     deltas: Sequence[tuple[Version, int]]  # where each begins, and bytes of all of its parts
@@ -79,17 +99,25 @@ Chain = Sequence[PartDelta]
 
 
 class Route(NamedTuple):
-    """What leads to a version: the deltas that begin at these versions, over the first of them or over a full one."""
+    """The way to a version: the deltas that begin at these versions, over the first of them or over a full one."""
 
     starts: tuple[Version, ...]
-    full: tuple[Version, Path] | None
+    full: tuple[Version, str] | None  # and its folder, see `VersionIndex`
+
+    def steps(self, version: Version) -> list[tuple[Version, Version]]:
+        """Return from where to where each delta leads, on the way to a version."""
+        return list(itertools.pairwise((*self.starts, version)))
 
 
-def find_route(folder: Path, version: Version, held: Version | None, full_bytes: int) -> Route | None:
-    """Return the route of the fewest bytes to the version of a folder, from the held version or from a full one of so
-    many bytes; None: no files lead there, or so many that to write and read the version anew costs less.
+def find_route(
+    version: Version, held: Version | None, full_bytes: int, index_of: Callable[[Version], VersionIndex | None]
+) -> Route | None:
+    """Return the route of the fewest bytes to a version, from the held version or from a full one of so many bytes;
+    None: no deltas lead there, or so many that to send the version in full costs less.
+
+    Args:
+        index_of: what leads to a version; None: nothing.
     """
-    checkpoints = folder.parent.parent
     todo: list[tuple[int, Version, Route]] = [(0, version, Route((), None))]
     done = set[Version]()
     while todo:
@@ -98,26 +126,232 @@ def find_route(folder: Path, version: Version, held: Version | None, full_bytes:
             break
         if at == held or route.full is not None:
             return route
-        if at in done:
+        if at in done or (index := index_of(at)) is None:
             continue
         done.add(at)
-        with contextlib.suppress(DeltaError, OSError):  # another way may lead there
-            full, deltas = VersionIndex.read(version_folder(folder.parent, at))
-            if full is not None and (checkpoints / full).is_dir():
-                heapq.heappush(todo, (nbytes + full_bytes, at, Route(route.starts, (at, checkpoints / full))))
-            for start, more in deltas:
-                heapq.heappush(todo, (nbytes + more, start, Route((start, *route.starts), None)))
+        if index.full is not None:
+            heapq.heappush(todo, (nbytes + full_bytes, at, Route(route.starts, (at, index.full))))
+        for start, more in index.deltas:
+            heapq.heappush(todo, (nbytes + more, start, Route((start, *route.starts), None)))
     return None
+
+
+class VersionDeltas:
+    """The driver's half: has the agents encode each version against the one before, whose slot nobody fills until the
+    next one is committed.
+
+    Args:
+        codec: `sync.delta.codec`.
+        spans: as of `PartEncoder`.
+    """
+
+    def __init__(self, side: TrainerSide, codec: str, spans: Sequence[int] = SPANS) -> None:
+        self._side = side
+        self._how = codec, spans
+        self._before: tuple[Version, int] | None = None  # the last version and its slot
+
+    def encode(self, sealed: Sealed, folder: Path | None = None, *, durable: bool = False) -> list[WrittenDelta]:
+        """Have the deltas to a version made, none to the first one: in files of a folder, or kept by the agents."""
+        if self._before is None:
+            return []
+        given = sealed.version, sealed.slot, *self._before, None if folder is None else str(folder), *self._how
+        nodes = sorted({info.node for info in sealed.parts.values()})
+        calls = [self._side.agents[node].encode_deltas(*given, fsync=durable) for node in nodes]
+        found = results(calls, self._side.timeout_s, f"make the deltas of version {sealed.version}")
+        return [one for of_node in found for one in of_node]
+
+    def commit(self, sealed: Sealed, location: str | None = None) -> None:
+        """Commit a version whose deltas were made."""
+        synchronizer = self._side.synchronizer
+        synchronizer.commit(sealed.version, location).result(synchronizer.timeout_s)
+        self._before = sealed.version, sealed.slot
+
+    def report(self, sealed: Sealed, written: Sequence[WrittenDelta], *, with_full: bool) -> Published:
+        """Return the report on a version, before its `commit`. `with_full`: it was sent in full as well."""
+        full_bytes = sum(info.nbytes for info in sealed.parts.values()) if with_full else 0
+        nbytes = full_bytes + sum(one.nbytes for one in written)
+        if self._before is None:
+            return Published(encoding="full", nbytes=nbytes)
+        last = [one for one in written if one.start == self._before[0]]
+        changed = sum(one.changed for one in last) / max(1, sum(one.elements for one in last))
+        return Published(encoding="delta", nbytes=nbytes, codec=last[0].codec, changed=changed)
+
+    def publish(self, sealed: Sealed) -> Published:
+        """Have the agents keep the deltas to a version, and commit it."""
+        made = self.encode(sealed)
+        full_bytes = sum(info.nbytes for info in sealed.parts.values())
+        pays = sum(one.nbytes for one in made if self._before and one.start == self._before[0]) < full_bytes
+        report = self.report(sealed, made, with_full=not (made and pays))
+        self.commit(sealed)
+        return report if pays else replace(report, encoding="full")
+
+    def share(self, sealed: Sealed, base: Version) -> dict[str, list[SharedDelta]] | None:
+        """Return the deltas of all parts from a version that the agents keep; None: the version has to be sent in full,
+        also where an agent does not answer.
+        """
+        with contextlib.suppress(RunError):
+            return shared_deltas(self._side.agents, sealed.version, base, sealed.parts, self._side.timeout_s)
+        return None
+
+
+class KeptDeltas:
+    """The deltas of a part in Ray's object store, for the newest versions. One thread adds, any may ask.
+
+    Args:
+        nbytes: of the part.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self._full_bytes = max(nbytes, _LEAST_BYTES)
+        self._most = max(_MOST_KEPT * nbytes, _LEAST_BYTES)
+        self._ending: dict[Version, list[SharedDelta]] = {}
+
+    def add(self, version: Version, one: EncodedDelta) -> int:
+        """Keep a delta to the newest version, and drop those to old ones; return its bytes."""
+        data = np.frombuffer(b"".join(one.parts), np.uint8)
+        try:
+            shared = SharedDelta(Version(*one.start), data.nbytes, ray.put(data))
+        except RayError as error:  # such as a full disk
+            story.warning("keeps no deltas, so versions travel in full: %s", error)
+            self._ending.clear()
+            return data.nbytes
+        self._ending[version] = [*self._ending.get(version, ()), shared]
+        total = sum(kept.nbytes for ending in self._ending.values() for kept in ending)
+        while total > self._most and len(self._ending) > 1:
+            total -= sum(kept.nbytes for kept in self._ending.pop(next(iter(self._ending))))
+        return data.nbytes
+
+    def chain(self, version: Version, held: Version) -> list[SharedDelta] | None:
+        """Return the deltas from a held version to another; None: there are none."""
+        route = find_route(version, held, self._full_bytes, self._index)
+        if route is None or not route.starts:
+            return None
+        found = [one for start, end in route.steps(version) for one in self._ending.get(end, ()) if one.start == start]
+        return found if len(found) == len(route.starts) else None
+
+    def _index(self, version: Version) -> VersionIndex | None:
+        return VersionIndex(None, [(one.start, one.nbytes) for one in self._ending.get(version, ())])
+
+
+def shared_deltas(
+    agents: Mapping[str, AgentClient], version: Version, held: Version, parts: Mapping[str, PartInfo], timeout_s: float
+) -> dict[str, list[SharedDelta]] | None:
+    """Return the deltas of all parts from a held version to another, which the agents keep; None: there are not all, or
+    they have as many bytes as the version.
+    """
+    nodes = sorted({info.node for info in parts.values()})
+    calls = [agents[node].share_deltas(version, held) for node in nodes]
+    found = {part: one for of_node in results(calls, timeout_s * _FETCH_SHARE) for part, one in of_node.items()}
+    nbytes = sum(one.nbytes for chain in found.values() for one in chain)
+    return found if found.keys() == parts.keys() and nbytes < sum(info.nbytes for info in parts.values()) else None
+
+
+def fetch_delta(shared: SharedDelta, who: str, timeout_s: float) -> memoryview:
+    """Fetch a delta that an agent keeps; a node fetches it once. DeltaError: it does not come, as one that Ray has lost
+    on a disk, of which Ray says nothing.
+    """
+    assert shared.reference is not None, "it is handed out with its reference"
+    fetching: Call[np.ndarray] = Call(shared.reference, who, f"send a delta from version {shared.start}")
+    try:
+        return fetching.result(timeout_s * _FETCH_SHARE).data
+    except RunError as error:
+        raise DeltaError(str(error)) from error
+
+
+class Deltas(NamedTuple):
+    """What an explorer needs for a version."""
+
+    chains: Sequence[Chain]  # of the parts, by their names
+    full: tuple[Version, Path] | None = None  # with which they begin, and its folder; None: with what is held
+
+
+class DeltaSource(Protocol):
+    """The source of deltas in a sync mode. `full`: reads whole versions."""
+
+    full: Transport
+
+    def find(self, lease: Lease, broadcast: Broadcast | None, held: Version | None) -> Deltas | None:
+        """Return the deltas to a leased version, checked; None: it has to be taken in full. RunError: they cannot be
+        read.
+        """
+        ...
+
+    def whole(self, lease: Lease) -> AbstractContextManager[Lease]:
+        """Return the lease by which `full` can read the version."""
+        ...
+
+
+class FolderDeltas:
+    """Deltas in the folders of versions (a `DeltaSource`)."""
+
+    def __init__(self, side: ExplorerSide, full: Transport) -> None:
+        self.full = full
+        self._side = side
+
+    def find(self, lease: Lease, broadcast: Broadcast | None, held: Version | None) -> Deltas | None:
+        root, full_bytes = Path(str(lease.location)).parent, sum(info.nbytes for info in lease.parts.values())
+        route = find_route(lease.version, held, full_bytes, lambda version: _index(root, version))
+        if route is None:
+            return None
+        steps = route.steps(lease.version)
+        layouts = [self._side.layouts.get(info) for _, info in sorted(lease.parts.items())]
+        full = None if route.full is None else (route.full[0], root.parent / route.full[1])
+        return Deltas([[_read(root, layout, *step) for step in steps] for layout in layouts], full)
+
+    @contextlib.contextmanager
+    def whole(self, lease: Lease) -> Iterator[Lease]:
+        """Have the agents write the leased slot to a folder."""
+        folder = Path(str(lease.location)) / f"full-{self._side.name}"
+        nodes = sorted({info.node for info in lease.parts.values()})
+        calls = [self._side.agents[node].write(lease.slot, str(folder), {}, fsync=False) for node in nodes]
+        try:
+            results(calls, self._side.timeout_s, f"write version {lease.version} in full")
+            yield replace(lease, location=str(folder))
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+
+
+def _index(root: Path, version: Version) -> VersionIndex | None:
+    with contextlib.suppress(DeltaError, OSError):  # another way may lead there
+        index = VersionIndex.read(version_folder(root, version))
+        return index if index.full is None or (root.parent / index.full).is_dir() else index._replace(full=None)
+    return None
+
+
+def _read(root: Path, layout: PartLayout, start: Version, end: Version) -> PartDelta:
+    path = version_folder(root, end) / delta_file(layout.part, start)
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise DeltaError(f"{path} cannot be read: {error.strerror}") from error
+    return read_delta(layout, data, str(path), start, end)
+
+
+def read_delta(layout: PartLayout, data: bytes | memoryview, name: str, start: Version, end: Version) -> PartDelta:
+    """Read a delta that has to lead from one version to another."""
+    found = PartDelta(layout, data, name)
+    if (found.start, found.end) != (start, end):
+        raise WrongBaseError(f"{name} leads from version {Version(*found.start)} to {Version(*found.end)}")
+    return found
+
+
+def read_chain(
+    layout: PartLayout, chain: Sequence[SharedDelta], end: Version, fetch: Callable[[SharedDelta], memoryview]
+) -> Chain:
+    """Read deltas that agents keep, and that lead to a version."""
+    ends = [*(one.start for one in chain[1:]), end]
+    name = f"the delta of {layout.part} to version {end}"
+    return [read_delta(layout, fetch(one), name, one.start, to) for one, to in zip(chain, ends, strict=True)]
 
 
 class DeltaTransport:
     """An explorer's half: takes versions over the one that its destinations hold (a `Transport`). Where these are not
-    `Places`, each load begins with a full version. `full`: reads the folder of a full version.
+    `Places`, each load begins with a full version.
     """
 
-    def __init__(self, side: ExplorerSide, full: Transport) -> None:
+    def __init__(self, side: ExplorerSide, source: DeltaSource) -> None:
         self._side = side
-        self._full = full
+        self._source = source
         self._held: Version | None = None
         self._tried: Version | None = None
         self._buffer = np.empty(0, np.uint8)
@@ -127,47 +361,37 @@ class DeltaTransport:
     ) -> Generator[Bucket, None, None]:
         held, self._held = self._held if isinstance(find_destination, Places) else None, None
         again, self._tried = self._tried == lease.version, lease.version
-        folder, full_bytes = Path(str(lease.location)), sum(info.nbytes for info in lease.parts.values())
-        route = None if again else find_route(folder, lease.version, held, full_bytes)
-        if route is None:
-            story.info("asks for version %s in full", lease.version)
-            yield from self._asked(lease, folder / f"full-{self._side.name}", find_destination)
-        else:
-            try:
-                yield from self._follow(lease, route, find_destination)
-            except RunError as error:  # whatever it is, the second try does without these files
-                raise error if isinstance(error, DeltaError) else DeltaError(str(error)) from error
-        if route is not None or self._side.still_leased(lease.id):  # else the slot may have had another version's bytes
+        found = None
+        try:
+            if broadcast is not None or not again:
+                found = self._source.find(lease, broadcast, held)
+            if found is not None:
+                yield from self._follow(lease, found, find_destination)
+        except RunError as error:  # whatever it is, the second try does without these deltas
+            raise error if isinstance(error, DeltaError) else DeltaError(str(error)) from error
+        if found is None:
+            story.info("takes version %s in full", lease.version)
+            with self._source.whole(lease) as whole:
+                yield from self._source.full.buckets(whole, broadcast, find_destination)
+        if found is not None or self._side.still_leased(lease.id):  # else the slot may have had another version's bytes
             self._held = lease.version
 
-    def _asked(self, lease: Lease, folder: Path, find_destination: FindDestination) -> Generator[Bucket, None, None]:
-        """Have the agents write the leased slot to a folder, and read that."""
-        nodes = sorted({info.node for info in lease.parts.values()})
-        calls = [self._side.agents[node].write(lease.slot, str(folder), {}, fsync=False) for node in nodes]
-        try:
-            results(calls, self._side.timeout_s, f"write version {lease.version} in full")
-            yield from self._full.buckets(replace(lease, location=str(folder)), None, find_destination)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
-
-    def _follow(self, lease: Lease, route: Route, find_destination: FindDestination) -> Generator[Bucket, None, None]:
-        if route.full is not None and not route.starts:
-            yield from self._full.buckets(replace(lease, location=str(route.full[1])), None, find_destination)
+    def _follow(self, lease: Lease, found: Deltas, find_destination: FindDestination) -> Generator[Bucket, None, None]:
+        if found.full is not None and not any(found.chains):
+            at = replace(lease, location=str(found.full[1]))
+            yield from self._source.full.buckets(at, None, find_destination)
             return
         layouts = [self._side.layouts.get(info) for _, info in sorted(lease.parts.items())]
-        root, ends = Path(str(lease.location)).parent, (*route.starts[1:], lease.version)
-        steps = list(zip(route.starts, ends, strict=True))
-        chains = [[_read(version_folder(root, end), layout, start) for start, end in steps] for layout in layouts]
         with ExitStack() as opened:
             go_on: Callable[[], None] = lambda: None  # noqa: E731
             files: list[ShardFile | None] = [None] * len(layouts)
-            if route.full is not None:
-                version, folder = route.full
+            if found.full is not None:
+                version, folder = found.full
                 if self._side.lease_folder is not None:
                     go_on = opened.enter_context(self._side.lease_folder(folder, version))
                 paths = [folder / shard_file(layout.part) for layout in layouts]
                 files = [opened.enter_context(ShardFile(path)) for path in paths]
-            for layout, file, chain in zip(layouts, files, chains, strict=True):
+            for layout, file, chain in zip(layouts, files, found.chains, strict=True):
                 if file is not None and not file.layout.lies_as(layout):
                     raise DeltaError(f"{file.path} has another layout than version {lease.version}")
                 checks = lease.parts[layout.part].buckets is not None
@@ -203,17 +427,6 @@ class DeltaTransport:
         if checks and not changes and delta.digest(bits) != chain[-1].digests[number]:
             raise DeltaError(f"piece {number} of part {layout.part} is damaged: it differs from the published one")
         return here if direct else here._replace(data=buffer.data)
-
-
-def _read(folder: Path, layout: PartLayout, start: Version) -> PartDelta:
-    path = folder / delta_file(layout.part, start)
-    try:
-        found = PartDelta(layout, path.read_bytes(), str(path))
-    except OSError as error:
-        raise DeltaError(f"{path} cannot be read: {error.strerror}") from error
-    if (found.start, version_folder(folder.parent, found.end)) != (start, folder):
-        raise WrongBaseError(f"{path} leads from version {Version(*found.start)} to {Version(*found.end)}")
-    return found
 
 
 class DeltaCopies:

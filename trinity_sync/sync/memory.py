@@ -10,7 +10,9 @@ import os
 import shutil
 import tempfile
 from collections.abc import Generator, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -34,9 +36,20 @@ from trinity_sync.sync.base import (
     FindDestination,
     LayoutCache,
     MappedPart,
+    Published,
     SyncMode,
     TrainerSide,
+    Transport,
     deliver_each,
+)
+from trinity_sync.sync.deltas import (
+    DeltaCopies,
+    Deltas,
+    DeltaTransport,
+    VersionDeltas,
+    fetch_delta,
+    read_chain,
+    shared_deltas,
 )
 from trinity_sync.sync.links import BucketNotice, Hub, Spoke
 from trinity_sync.weights.slots import MappedSegments
@@ -45,34 +58,77 @@ if TYPE_CHECKING:
     import numpy as np
     import torch
 
+    from trinity_sync.config.schema import DeltaConfig
     from trinity_sync.weights.layout import PartLayout, Segment
 
 
 class MemoryMode(SyncMode):
-    """Versions stay in their slots."""
+    """Versions stay in their slots.
+
+    Args:
+        encoding: ``full``, or ``delta``: explorers fetch what has changed (`sync.encoding`).
+        delta: how deltas are made; for ``delta`` only.
+    """
+
+    _delta: DeltaConfig | None = None
+
+    def __init__(self, *, encoding: str = "full", delta: DeltaConfig | None = None, **settings: object) -> None:
+        self._delta = delta if encoding == "delta" else None
 
     def publisher(self, side: TrainerSide) -> MemoryPublisher:
-        return MemoryPublisher(side)
+        return MemoryPublisher(side, self._delta)
 
-    def transport(self, side: ExplorerSide) -> MemoryTransport:
-        return MemoryTransport(side.agents, side.layouts, side.timeout_s, side.node)
+    def transport(self, side: ExplorerSide) -> MemoryTransport | DeltaTransport:
+        full = MemoryTransport(side.agents, side.layouts, side.timeout_s, side.node)
+        return full if self._delta is None else DeltaTransport(side, AgentDeltas(side, full))
 
     def maps(self, side: ExplorerSide) -> SlotMaps:
         return SlotMaps(side.layouts)
+
+    def copies(self, side: ExplorerSide) -> DeltaCopies | None:
+        return None if self._delta is None else DeltaCopies(side, self.transport(side))
 
 
 class MemoryPublisher:
     """The driver's half. The slot is the transport: publishing is committing."""
 
-    def __init__(self, side: TrainerSide) -> None:
+    def __init__(self, side: TrainerSide, keys: DeltaConfig | None = None) -> None:
         self._side = side
+        self._deltas = None if keys is None else VersionDeltas(side, keys.codec)
 
-    def publish(self, sealed: Sealed) -> None:
+    def publish(self, sealed: Sealed) -> Published | None:
+        if self._deltas is not None:
+            return self._deltas.publish(sealed)
         synchronizer = self._side.synchronizer
         synchronizer.commit(sealed.version).result(synchronizer.timeout_s)
+        return None
 
     def deliver(self, explorers: Mapping[str, ExplorerClient], version: Version) -> Delivery:
         return deliver_each(self._side, explorers, version)
+
+
+class AgentDeltas:
+    """Deltas that the agents keep (a `DeltaSource`)."""
+
+    def __init__(self, side: ExplorerSide, full: Transport) -> None:
+        self.full = full
+        self._side = side
+
+    def find(self, lease: Lease, broadcast: Broadcast | None, held: Version | None) -> Deltas | None:
+        if held is None:
+            return None
+        limit, agents = self._side.timeout_s, self._side.agents
+        shared = shared_deltas(agents, lease.version, held, lease.parts, limit)
+        if shared is None:
+            return None
+        chains = []
+        for part, info in sorted(lease.parts.items()):
+            fetch = partial(fetch_delta, who=agents[info.node].who, timeout_s=limit)
+            chains.append(read_chain(self._side.layouts.get(info), shared[part], lease.version, fetch))
+        return Deltas(chains)
+
+    def whole(self, lease: Lease) -> AbstractContextManager[Lease]:
+        return nullcontext(lease)
 
 
 class MemoryTransport:

@@ -16,17 +16,23 @@ import itertools
 import mmap
 import secrets
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import replace
 from datetime import timedelta
+from functools import partial
 from typing import TYPE_CHECKING, ClassVar
+from weakref import WeakKeyDictionary
 
 import ray
 
+from trinity_sync.actors.agent_client import SharedDelta
 from trinity_sync.actors.calls import Call, MemberDied, results
 from trinity_sync.actors.explorer_client import ExplorerClient, LoadReport
 from trinity_sync.actors.rank_client import Broadcast
 from trinity_sync.actors.synchronizer_client import Sealed
 from trinity_sync.errors import RunError
+from trinity_sync.host.logs import story
 from trinity_sync.protocol.parts import part_name
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.base import (
@@ -38,16 +44,21 @@ from trinity_sync.sync.base import (
     ExplorerSide,
     FindDestination,
     LayoutCache,
+    Published,
     SyncMode,
     TrainerSide,
+    Transport,
 )
 from trinity_sync.sync.broadcast_group import BroadcastGroup, Wait, enter, serve_store
+from trinity_sync.sync.deltas import Deltas, DeltaTransport, VersionDeltas, fetch_delta, read_chain
 from trinity_sync.sync.links import BucketNotice, End, Hub, Spoke
+from trinity_sync.weights.delta import DeltaError, WrongBaseError
 
 if TYPE_CHECKING:
     import torch
     from torch.distributed import Store, TCPStore
 
+    from trinity_sync.config.schema import DeltaConfig
     from trinity_sync.weights.layout import Cut, PartLayout
 
 
@@ -63,55 +74,93 @@ class NcclMode(SyncMode):
 
     Args:
         transport: ``gloo``, ``nccl``, or ``auto``: NCCL on GPUs, gloo elsewhere (`sync.transport`).
+        encoding: ``full``, or ``delta``: what has changed is broadcast (`sync.encoding`).
+        delta: how deltas are made; for ``delta`` only.
     """
 
     ranks_take_part: ClassVar[bool] = True
 
-    def __init__(self, *, transport: str, **settings: object) -> None:
+    def __init__(
+        self, *, transport: str, encoding: str = "full", delta: DeltaConfig | None = None, **settings: object
+    ) -> None:
         self._transport = transport
+        self._delta = delta if encoding == "delta" else None
 
     def publisher(self, side: TrainerSide) -> NcclPublisher:
         found = "nccl" if side.use_gpu else "gloo"
-        return NcclPublisher(side, found if self._transport == "auto" else self._transport)
+        return NcclPublisher(side, found if self._transport == "auto" else self._transport, self._delta)
 
-    def transport(self, side: ExplorerSide) -> NcclTransport:
-        return NcclTransport(side.name, side.layouts)
+    def transport(self, side: ExplorerSide) -> NcclTransport | DeltaTransport:
+        full = NcclTransport(side.name, side.layouts)
+        return full if self._delta is None else DeltaTransport(side, BroadcastDeltas(full, side.name, side.layouts))
 
     def send(self, broadcast: Broadcast, part: str, layout: PartLayout, segment: mmap.mmap) -> int:
         return send(broadcast, part, layout, segment)
 
 
 class NcclPublisher:
-    """The driver's half: commits the version, then leads rounds until every living explorer has it."""
+    """The driver's half: commits the version, then leads rounds until every living explorer has it. Explorers that hold
+    the same version take a delta together.
+    """
 
-    def __init__(self, side: TrainerSide, transport: str) -> None:
+    def __init__(self, side: TrainerSide, transport: str, keys: DeltaConfig | None = None) -> None:
         self._side = side
         self._transport = transport
+        self._deltas = None if keys is None else VersionDeltas(side, keys.codec, spans=())
         self._ids = itertools.count(1)
         self._sealed: Sealed | None = None
         self._store: TCPStore | None = None
+        self._held = WeakKeyDictionary[ExplorerClient, Version]()  # where the last load succeeded
 
-    def publish(self, sealed: Sealed) -> None:
-        synchronizer = self._side.synchronizer
-        synchronizer.commit(sealed.version).result(synchronizer.timeout_s)
+    def publish(self, sealed: Sealed) -> Published | None:
+        if self._deltas is not None:
+            report = self._deltas.publish(sealed)
+        else:
+            synchronizer, report = self._side.synchronizer, None
+            synchronizer.commit(sealed.version).result(synchronizer.timeout_s)
         self._sealed = sealed
+        return report
 
     def deliver(self, explorers: Mapping[str, ExplorerClient], version: Version) -> Delivery:
         if self._sealed is None or self._sealed.version != version:
             raise RunError(f"version {version} was not published last, so no rank has it staged for a round")
-        delivery, alive = Delivery(), dict(explorers)
+        delivery = Delivery()
+        together: dict[Version | None, dict[str, ExplorerClient]] = {}
+        for name, client in explorers.items():
+            held = None if self._deltas is None else self._held.pop(client, None)
+            together.setdefault(held, {})[name] = client
+        for base, alive in together.items():
+            self._deliver(delivery, self._sealed, alive, base)
+        return delivery
+
+    def _deliver(
+        self, delivery: Delivery, sealed: Sealed, alive: dict[str, ExplorerClient], base: Version | None
+    ) -> None:
+        faults = dict[str, str]()  # by explorer
         while alive:
             try:
-                delivery.reports = self._lead_round(self._sealed, alive)
-                return delivery
+                reports = self._lead_round(sealed, alive, base, faults)
             except MemberDied as death:
                 if death.who not in alive:
                     raise
                 delivery.lost[death.who] = death
                 del alive[death.who]
-        return delivery
+            except DeltaError as error:
+                if base is None:
+                    raise
+                story.warning("version %s is sent once more, in full: %s", sealed.version, error)
+            else:
+                delivery.reports += [replace(report, fault=faults.get(report.explorer)) for report in reports]
+                self._held.update((client, sealed.version) for client in alive.values())
+                return
+            base = None  # some may have taken the delta
 
-    def _lead_round(self, sealed: Sealed, explorers: Mapping[str, ExplorerClient]) -> list[LoadReport]:
+    def _lead_round(
+        self, sealed: Sealed, explorers: Mapping[str, ExplorerClient], base: Version | None, faults: dict[str, str]
+    ) -> list[LoadReport]:
+        """Lead a round; DeltaError: a delta could not be taken, `faults` says by whom."""
+        shared = None if base is None or self._deltas is None else self._deltas.share(sealed, base)
+        deltas = shared or {}
         senders = sorted(sealed.parts)
         ranks = {part_name(client.rank): client for client in self._side.ranks}
         limit = self._side.timeout_s
@@ -127,14 +176,22 @@ class NcclPublisher:
             transport=self._transport,
             cut="tensor" if all(info.buckets is None for info in sealed.parts.values()) else "bucket",
             timeout_s=limit,
+            base=base if deltas else None,
+            deltas={part: [one._replace(reference=None) for one in chain] for part, chain in deltas.items()},
         )
-        sending = [ranks[part].send(broadcast) for part in senders]
+        sending = [
+            ranks[part].send(replace(broadcast, deltas={part: deltas[part]} if deltas else {})) for part in senders
+        ]
         loading = [explorer.load(sealed.version, broadcast) for explorer in explorers.values()]
         together: list[Call[object]] = [*sending, *loading]
         try:
             results(together, limit * 2, f"exchange version {sealed.version}")
-        except BaseException:
+        except BaseException as error:
             give_up(store, broadcast)
+            if isinstance(error, DeltaError):
+                failed = [call.who for call in loading if call.has_ended() and not call.is_answered()]
+                told = f"version {sealed.version} was sent once more, in full: {error}"
+                faults.update(dict.fromkeys(failed or list(explorers)[:1], told))
             raise
         forget(store, broadcast)
         return results(loading, limit)
@@ -147,29 +204,35 @@ class NcclPublisher:
 
 
 def send(broadcast: Broadcast, part: str, layout: PartLayout, segment: mmap.mmap) -> int:
-    """Broadcast a trainer rank's staged part to the explorers of a round; return the bytes sent."""
+    """Broadcast a trainer rank's staged part, or its delta, to the explorers of a round; return the bytes sent."""
+    pieces = _pieces_to_send(broadcast, part, layout, segment)
     group = _join(broadcast, broadcast.senders.index(part), 0)
     try:
-        return _send(broadcast, group, layout, segment)
+        return _send(group, pieces)
     finally:
         group.close()
 
 
-def _send(broadcast: Broadcast, group: BroadcastGroup, layout: PartLayout, segment: mmap.mmap) -> int:
-    import torch
+def _pieces_to_send(broadcast: Broadcast, part: str, layout: PartLayout, segment: mmap.mmap) -> Sequence[torch.Tensor]:
+    from trinity_sync.weights.tensors import byte_tensor
 
-    staged = torch.frombuffer(segment, dtype=torch.uint8)[: layout.nbytes]
+    if broadcast.base is None:
+        staged = byte_tensor(layout.view(segment))
+        return [staged[start:stop] for start, stop in layout.pieces(broadcast.cut)]
+    found = [fetch_delta(one, f"the node agent with {part}", broadcast.timeout_s) for one in broadcast.deltas[part]]
+    return [piece for data in found for piece in byte_tensor(data).split(layout.bucket_bytes)]
+
+
+def _send(group: BroadcastGroup, pieces: Sequence[torch.Tensor]) -> int:
     waits: deque[Wait] = deque()
-    sent = 0
-    for start, stop in layout.pieces(broadcast.cut):
+    for piece in pieces:
         if len(waits) == _AHEAD:
             waits.popleft()()
         # `to` copies nothing between CPUs.
-        waits.append(group.begin(staged[start:stop].to(group.device)))
-        sent += stop - start
+        waits.append(group.begin(piece.to(group.device)))
     for wait in waits:
         wait()
-    return sent
+    return sum(map(len, pieces))
 
 
 class NcclTransport:
@@ -187,6 +250,8 @@ class NcclTransport:
     ) -> Generator[Bucket, None, None]:
         if broadcast is None:
             raise RunError(f"{self._name} was to load version {lease.version}, but was not asked to any broadcast")
+        if broadcast.base is not None:
+            raise DeltaError(f"{self._name} takes whole versions only, and a delta was to be broadcast")
         rank = 1 + broadcast.explorers.index(self._name)
         # A piece that has to be checked before its use cannot arrive in its destination.
         find = find_destination if broadcast.cut == "tensor" else _no_destination
@@ -210,6 +275,47 @@ class NcclTransport:
         if not self._buffers or self._buffers[0].numel() < layout.bucket_bytes:
             self._buffers = [torch.empty(layout.bucket_bytes, dtype=torch.uint8) for _ in range(_BUFFERS)]
         return self._buffers
+
+
+class BroadcastDeltas:
+    """Deltas that arrive by broadcast (a `DeltaSource`)."""
+
+    def __init__(self, full: Transport, name: str, layouts: LayoutCache) -> None:
+        self.full = full
+        self._name = name
+        self._layouts = layouts
+
+    def find(self, lease: Lease, broadcast: Broadcast | None, held: Version | None) -> Deltas | None:
+        if broadcast is None or broadcast.base is None:
+            return None
+        chains = {}
+        for sender, part in enumerate(broadcast.senders):
+            layout = self._layouts.get(lease.parts[part])
+            group = _join(broadcast, sender, 1 + broadcast.explorers.index(self._name))
+            try:
+                receive = partial(_receive_delta, group, layout.bucket_bytes)
+                chains[part] = read_chain(layout, broadcast.deltas[part], lease.version, receive)
+            except BaseException:
+                group.close(failed=True)
+                raise
+            group.close()
+        # not before the round: its other members would wait for this one
+        if broadcast.base != held:
+            told = "none" if held is None else f"version {held}"
+            raise WrongBaseError(f"a delta from version {broadcast.base} was to be broadcast, and {told} is held")
+        return Deltas([chain for _, chain in sorted(chains.items())])
+
+    def whole(self, lease: Lease) -> AbstractContextManager[Lease]:
+        return contextlib.nullcontext(lease)
+
+
+def _receive_delta(group: BroadcastGroup, piece_bytes: int, shared: SharedDelta) -> memoryview:
+    import torch
+
+    data = torch.empty(shared.nbytes, dtype=torch.uint8)
+    for piece in data.split(piece_bytes):
+        _PieceArrival(group, piece, None, len(piece)).wait()
+    return data.numpy().data
 
 
 class _PieceArrivals:

@@ -11,7 +11,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,7 +21,14 @@ from typing import TypeVar, TypeVarTuple
 import numpy as np
 import ray
 
-from trinity_sync.actors.agent_client import AgentClient, Coordinator, Slots, StatePart, WrittenDelta
+from trinity_sync.actors.agent_client import (
+    AgentClient,
+    Coordinator,
+    SharedDelta,
+    Slots,
+    StatePart,
+    WrittenDelta,
+)
 from trinity_sync.actors.calls import Call, this_process
 from trinity_sync.actors.synchronizer_client import SynchronizerClient
 from trinity_sync.errors import RunError, WaitTimeout
@@ -30,10 +37,11 @@ from trinity_sync.host.logs import log_failure, own_log, story
 from trinity_sync.host.threads import PATIENCE, Yielding
 from trinity_sync.protocol.parts import FileTuple, PartInfo, delta_file, shard_file
 from trinity_sync.protocol.versions import Lease, Version
+from trinity_sync.sync.deltas import KeptDeltas
 from trinity_sync.tracking import units
 from trinity_sync.weights.digests import RowDigests, RowPlan, bucket_digests
 from trinity_sync.weights.layout import PartLayout
-from trinity_sync.weights.part_delta import PartEncoder
+from trinity_sync.weights.part_delta import EncodedDelta, PartEncoder
 from trinity_sync.weights.shard_file import DigestedFile, ShardFile, write_image, write_shard_file
 from trinity_sync.weights.slots import SlotArena, remove_stale
 from trinity_sync.weights.tensor_rows import RowProcesses
@@ -87,6 +95,7 @@ class NodeAgent:
         self._arena: SlotArena | None = None
         self._maps: dict[tuple[int, str], mmap.mmap] = {}
         self._encoders: dict[str, PartEncoder] = {}
+        self._kept: dict[str, KeptDeltas] = {}
         self._staged: dict[Version, dict[str, float]] = {}
         self._rows: dict[Version, list[RowDigests]] = {}
         self._contributed: dict[Version, set[str]] = {}
@@ -112,7 +121,7 @@ class NodeAgent:
         Args:
             layouts: by part; empty where the node's ranks hold replicas only.
         """
-        self._layouts, self._encoders = dict(layouts), {}
+        self._layouts, self._encoders, self._kept = dict(layouts), {}, {}
         if make_coordinator is not None:
             self._coordinator = await self._run(make_coordinator)
         self._lifeline = self._synchronizer.lifeline()
@@ -272,26 +281,47 @@ class NodeAgent:
         segment = self._maps[slot, part]
         return relative, *write_shard_file(folder / relative, self._layouts[part], segment, metadata, fsync=fsync)
 
-    async def write_deltas(
-        self, version: Version, slot: int, base: Version, base_slot: int, folder: str, codec: str, *, fsync: bool
+    async def encode_deltas(
+        self,
+        version: Version,
+        slot: int,
+        base: Version,
+        base_slot: int,
+        folder: str | None,
+        codec: str,
+        spans: Sequence[int],
+        *,
+        fsync: bool = False,
     ) -> list[WrittenDelta]:
-        """Write the deltas of this node's parts that end at a version to files in `folder`, see `PartEncoder.encode`.
-        Nobody fills the slots of both versions meanwhile.
+        """Make the deltas of this node's parts that end at a version, see `PartEncoder.encode`: in files, or without a
+        folder in memory. Nobody fills the slots of both versions meanwhile.
         """
 
-        def write(part: str) -> list[WrittenDelta]:
-            encoder = self._encoders.setdefault(part, PartEncoder(self._layouts[part], codec))
+        def encode(part: str) -> list[WrittenDelta]:
+            layout = self._layouts[part]
+            encoder = self._encoders.setdefault(part, PartEncoder(layout, codec, spans))
+            kept = self._kept.setdefault(part, KeptDeltas(layout.nbytes))
             segments = self._maps[base_slot, part], self._maps[slot, part]
             found = []
             for one in encoder.encode(base, version, segments, self._pool):
-                with DigestedFile(Path(folder) / delta_file(part, one.start), durable=fsync) as file:
-                    for piece in one.parts:
-                        file.write(piece)
-                    nbytes, _ = file.finish()
-                found.append(WrittenDelta(part, one.start, nbytes, encoder.codec, one.changed, encoder.elements))
+                nbytes = kept.add(version, one) if folder is None else self._write_delta(part, one, folder, fsync)
+                start = Version(*one.start)
+                found.append(WrittenDelta(part, start, nbytes, encoder.codec, one.changed, encoder.elements))
             return found
 
-        return [one for of_part in await self._of_each_part(write) for one in of_part]
+        return [one for of_part in await self._of_each_part(encode) for one in of_part]
+
+    def _write_delta(self, part: str, one: EncodedDelta, folder: str, fsync: bool) -> int:
+        with DigestedFile(Path(folder) / delta_file(part, one.start), durable=fsync) as file:
+            for piece in one.parts:
+                file.write(piece)
+            nbytes, _ = file.finish()
+        return nbytes
+
+    async def share_deltas(self, version: Version, held: Version) -> dict[str, list[SharedDelta]]:
+        """Return the deltas that lead from one version to another, by part, without the parts that have none."""
+        found = {part: kept.chain(version, held) for part, kept in self._kept.items()}
+        return {part: chain for part, chain in found.items() if chain is not None}
 
     # -- full checkpoints
 
@@ -361,6 +391,7 @@ class NodeAgent:
         await self._run(self._row_processes.close)
         if self._arena is not None:
             self._shared.clear()
+            self._kept.clear()
             self._maps.clear()
             await self._run(self._arena.close)
 

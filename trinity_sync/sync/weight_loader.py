@@ -169,7 +169,8 @@ class WeightLoader:
                 return self._target.take(lease, broadcast, self._give_up)
             except (ChecksumError, DeltaError) as error:
                 if attempt == tries:
-                    raise self._cannot(lease, error) from error
+                    by_delta = broadcast is not None and broadcast.base is not None  # then it is sent in full as well
+                    raise self._cannot(lease, error, DeltaError if by_delta else RunError) from error
                 self._fault = f"version {lease.version} was read once more: {error}"
         raise AssertionError("a load is tried at least once")
 
@@ -178,8 +179,8 @@ class WeightLoader:
             self._paused = time.perf_counter()
         self.held = None
 
-    def _cannot(self, lease: Lease, why: Exception) -> RunError:
-        return RunError(f"{self._name} cannot load version {lease.version}: {why}")
+    def _cannot(self, lease: Lease, why: Exception, kind: type[RunError] = RunError) -> RunError:
+        return kind(f"{self._name} cannot load version {lease.version}: {why}")
 
 
 def lost_lease(name: str, lease: Lease) -> RunError:

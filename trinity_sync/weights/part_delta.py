@@ -11,6 +11,7 @@ from __future__ import annotations
 import itertools
 import struct
 import threading
+from collections.abc import Sequence
 from concurrent.futures import Executor
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -90,11 +91,13 @@ class PartEncoder:
 
     Args:
         codec: a name of `delta.CODECS`, or ``auto``: ``class_gap``, without the native library ``gap8z``.
+        spans: lengths in versions of the merged deltas.
     """
 
-    def __init__(self, layout: PartLayout, codec: str) -> None:
+    def __init__(self, layout: PartLayout, codec: str, spans: Sequence[int] = SPANS) -> None:
         self._layout = layout
         self.codec = codec if codec != "auto" else "class_gap" if native.library() is not None else "gap8z"
+        self._lengths = spans
         self._last: Point | None = None
         self._digests: list[bytes] = []
         self._count, self._most = 0, _MOST_LOGGED * layout.nbytes
@@ -117,7 +120,7 @@ class PartEncoder:
         old, new = (_arrays(self._layout, segment) for segment in segments)
         if base != self._last:
             self._count, self._digests = 0, list(pool.map(delta.digest, old))
-            self._spans = {length: _Span(base, self._digests, self._most) for length in SPANS}
+            self._spans = {length: _Span(base, self._digests, self._most) for length in self._lengths}
         self._last = None  # after an error the next call begins anew
         pieces = list(pool.map(self._piece, range(len(old)), old, new))
         self._count, self._digests = self._count + 1, [piece.result for piece in pieces]
@@ -162,7 +165,7 @@ class PartEncoder:
 
 
 class PartDelta:
-    """The delta of a part, read. `name`: of its file, for messages.
+    """The delta of a part, read. `name`: for messages.
 
     Attributes:
         start, end: the versions that it leads from and to.
@@ -173,7 +176,7 @@ class PartDelta:
         DeltaError: it is damaged, or of another format; WrongBaseError: of another layout.
     """
 
-    def __init__(self, layout: PartLayout, data: bytes, name: str) -> None:
+    def __init__(self, layout: PartLayout, data: bytes | memoryview, name: str) -> None:
         if data[: len(_MAGIC)] != _MAGIC:
             raise DeltaError(f"{name} is no delta of a part, or one of another format")
         if len(data) < _HEAD.size or xxh3_128(memoryview(data)[_DIGESTED:]).digest() != data[4:_DIGESTED]:

@@ -205,7 +205,8 @@ class WorkerTarget(EngineTarget):
         digest = self._prove(lease, layouts, arrived) if self._verify == "full" else None
         # a slot holds the version only during the lease; a file does not change
         moved = arrived[0].moved if self._copies.moved is None else self._copies.moved
-        return LoadResult(moved, digest, reread=arrived[0].reread and lease.location is None)
+        in_slot = lease.location is None and self._copies.moved is None
+        return LoadResult(moved, digest, reread=arrived[0].reread and in_slot)
 
     def _prove(self, lease: Lease, layouts: Sequence[PartLayout], arrived: Sequence[Arrived]) -> str:
         """Return the version digest from all workers' tensors.
