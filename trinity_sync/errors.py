@@ -5,7 +5,8 @@ Lowest of all modules: it imports nothing of the project, so any package may use
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import difflib
+from collections.abc import Callable, Iterable
 
 
 class TrinityError(Exception):
@@ -39,6 +40,12 @@ class WaitTimeout(RunError):  # noqa: N818 - the name says what happened
 
     def __str__(self) -> str:
         return f"{self.who} did not {self.what} within {self.seconds:g} s"
+
+
+def near(word: str, known: Iterable[str]) -> str:
+    """Return " (did you mean ...?)" with the nearest of some words; empty if none is near."""
+    found = difflib.get_close_matches(word, list(known), n=1)
+    return f" (did you mean {found[0]}?)" if found else ""
 
 
 def take_back(error: BaseException, undo: Callable[[], object]) -> None:

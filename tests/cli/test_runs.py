@@ -476,7 +476,6 @@ def test_jobs_of_an_earlier_sweep_in_the_folder_do_not_count(
     launcher: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sweeps, "in_this_process", lambda hydra: False)
-    monkeypatch.setattr(app, "_report_sweep", lambda sweep: None)
     (tmp_path / "sweep" / "old" / ".hydra").mkdir(parents=True)
     assert start("-m", "hydra.sweep.dir=sweep", "hydra.sweep.subdir=seed-${seed}", "seed=1") == 0
     app._session.codes.clear()  # as where they ran in other processes

@@ -315,7 +315,7 @@ def test_a_model_folder_without_a_number_of_positions_is_refused(tmp_path: Path,
 
 def test_a_model_folder_of_an_unknown_family_is_refused(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "qwen3_mo"}')
-    assert "model_type 'qwen3_mo', which transformers does not know (meant qwen3_moe?)" in refused(
+    assert "model_type 'qwen3_mo', which transformers does not know (did you mean qwen3_moe?)" in refused(
         f"model.path={tmp_path}"
     )
     assert "which transformers does not know" in refused(f"model.path={tmp_path}", "model.trust_remote_code=true")
@@ -333,7 +333,7 @@ def test_a_model_of_a_known_family_needs_no_trust_though_it_brings_code(tmp_path
 
 
 def test_an_architecture_of_an_unknown_family_is_refused() -> None:
-    assert "model.architecture.model_type is qwen33, which transformers does not know (meant qwen3?)" in refused(
+    assert "model.architecture.model_type is qwen33, which transformers does not know (did you mean qwen3?)" in refused(
         "model.architecture.model_type=qwen33"
     )
 

@@ -43,7 +43,7 @@ ROWS = ("task=jsonl", "task.path={}/rows.jsonl", "task.response_length=3")
         case("missing a required argument: 'volume'", *ROWS, "task.reward._target_=bad_rewards_of_mine.wants_more"),
         case("trainer.remove_padding", "backend=megatron", "trainer.remove_padding=always"),
         case("model.lora.rank", "backend=megatron", "model.lora.rank=4"),
-        case("no layer is called qq_proj (meant q_proj?)", "model.lora.rank=4", "model.lora.targets=[qq_proj]"),
+        case("no layer is called qq_proj (did you mean q_proj?)", "model.lora.rank=4", "model.lora.targets=[qq_proj]"),
     ],
 )
 def test_a_wrong_setting_or_file_ends_with_2_before_ray(folder: Path, told: str, overrides: tuple[str, ...]) -> None:

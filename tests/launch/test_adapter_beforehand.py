@@ -66,7 +66,7 @@ def test_a_target_that_cannot_be_is_refused(overrides: list[str], said: str) -> 
 
 def test_a_folder_is_read_without_its_weights(tmp_path: Path) -> None:
     architecture_config(plain(compose().model.architecture)).save_pretrained(tmp_path)
-    with pytest.raises(ConfigError, match=r"no layer is called qq_proj \(meant q_proj\?\)"):
+    with pytest.raises(ConfigError, match=r"no layer is called qq_proj \(did you mean q_proj\?\)"):
         looked(RANK, "model=path", f"model.path={tmp_path}", "model.lora.targets=[qq_proj]")
 
 

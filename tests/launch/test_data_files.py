@@ -65,8 +65,11 @@ def refusal(*overrides: str) -> str:
 @pytest.mark.parametrize(
     ("value", "told"),
     [
-        ("data/*.txt", "has the pattern data/*.txt, which matches no file; name an existing one"),
-        ("[c.jsonl,data/*.txt]", "has the pattern data/*.txt, which matches no file; name an existing one"),
+        ("data/*.txt", "has data/*.txt, which does not exist and as a pattern matches no file; name an existing one"),
+        (
+            "[c.jsonl,data/*.txt]",
+            "has data/*.txt, which does not exist and as a pattern matches no file; name an existing one",
+        ),
         ("[c.jsonl,d.jsonl]", "has d.jsonl, which is not a file; name an existing one"),
         ("[c.jsonl,data]", "has data, which is not a file; name an existing one"),
         ("[data/b.jsonl,data/*]", "has the file data/b.jsonl twice, by data/b.jsonl and by data/*; name it once"),

@@ -111,9 +111,12 @@ def test_an_unknown_character_is_not_dropped(made: Path, text: str) -> None:
 @pytest.mark.parametrize(
     ("change", "wrong"),
     [
-        ({"model_type": "qwen33"}, r"model_type is 'qwen33', .* \(meant qwen3\?\)"),
+        ({"model_type": "qwen33"}, r"model_type is 'qwen33', .* \(did you mean qwen3\?\)"),
         ({"model_type": None}, "model_type is None"),
-        ({"hiden_size": 8}, r"model\.architecture\.hiden_size: Qwen3Config has no such field \(meant hidden_size\?\)"),
+        (
+            {"hiden_size": 8},
+            r"model\.architecture\.hiden_size: Qwen3Config has no such field \(did you mean hidden_size\?\)",
+        ),
         ({"vocab_size": 24}, r"vocab_size is 24; the character tokenizer needs at least 25"),
         ({"eos_token_id": 5}, r"eos_token_id is 5; the character tokenizer has it at 2"),
         ({"hidden_size": "wide"}, "not one that Qwen3Config takes: .*hidden_size"),

@@ -232,14 +232,25 @@ def test_a_file_with_the_signs_of_a_pattern_in_its_name_is_that_file(tmp_path: P
     assert matched_files([str(tmp_path / "d*.jsonl")]) == [str(other), str(named)]
 
 
+def test_a_file_and_links_to_it_that_match_one_pattern_are_one_file(tmp_path: Path) -> None:
+    written(tmp_path, '{"n": 0}', "b.jsonl")
+    (tmp_path / "a.jsonl").symlink_to("b.jsonl")
+    assert matched_files(str(tmp_path / "*.jsonl")) == [str(tmp_path / "a.jsonl")]
+
+
 @pytest.mark.parametrize(
     ("paths", "told"),
     [
-        ("none/*.jsonl", r"has the pattern none/\*\.jsonl, which matches no file; name an existing one"),
-        ("*", r"has the pattern \*, which matches no file"),
+        (
+            "none/*.jsonl",
+            r"has none/\*\.jsonl, which does not exist and as a pattern matches no file; name an existing",
+        ),
+        ("gone[1].jsonl", r"has gone\[1\]\.jsonl, which does not exist and as a pattern matches no file"),
+        ("*", r"has \*, which does not exist and as a pattern matches no file"),
         ([], "is an empty list; name a file"),
         (["x/a", "x/b", "./x/a"], r"has the file \./x/a twice, by x/a and by \./x/a; name it once"),
         (["x/link", "x/a"], "has the file x/a twice, by x/link and by x/a; name it once"),
+        (["x/*", "x/*"], r"has the file x/a twice, by x/\*"),
         (["x/b", "x/*"], r"has the file x/b twice, by x/b and by x/\*; name it once"),
     ],
 )

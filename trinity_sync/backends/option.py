@@ -6,7 +6,6 @@ imported in the methods that a trainer's rank calls.
 
 from __future__ import annotations
 
-import difflib
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -18,6 +17,7 @@ from trinity_sync.backends.sequence_packing import unpackable
 from trinity_sync.config import Check, Get, Problem, build
 from trinity_sync.config.model_checks import model_fields
 from trinity_sync.config.schema import BackendConfig, Config
+from trinity_sync.errors import near
 from trinity_sync.host.package_source import dataclass_fields
 
 if TYPE_CHECKING:
@@ -217,18 +217,15 @@ def check_overrides(option: type[BackendOption], get: Get) -> Iterator[Problem]:
     for name, key in option.overridden(get):
         why = option.useless.get(name.rpartition(".")[2])
         if why is not None:
-            if not _is_off(get(f"backend.overrides.{name}")):
+            value = get(f"backend.overrides.{name}")
+            off = value is None or value is False or (value == 1 and value is not True)
+            if not off:
                 yield Problem(f"backend.overrides.{name}", f"{why} (at a resume: ~backend.overrides.{name})")
         elif key is not None:
             yield Problem(f"backend.overrides.{name}", f"would take the place of {key}; set that instead")
         elif known is not None and name.partition(".")[0] not in known:
-            near = difflib.get_close_matches(name, known, n=1)
-            meant = f" (did you mean {near[0]}?)" if near else ""
-            yield Problem(f"backend.overrides.{name}", f"is not a field of verl's {option.engine_config}{meant}")
-
-
-def _is_off(value: object) -> bool:
-    return value is None or value is False or (value == 1 and value is not True)
+            told = f"is not a field of verl's {option.engine_config}{near(name, known)}"
+            yield Problem(f"backend.overrides.{name}", told)
 
 
 def check_adapters(option: type[BackendOption], get: Get) -> Iterator[Problem]:

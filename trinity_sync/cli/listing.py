@@ -83,6 +83,8 @@ def _print_block(row: tuple[str, ...], console: Console) -> None:
     from rich.cells import cell_len
     from rich.text import Text
 
+    from trinity_sync.cli.tables import colour
+
     folder, task, model, status, steps, reward, wall = row
     console.print(Text(folder, style="bold"), soft_wrap=True)
     result = reward if reward == "-" or reward.startswith("loss ") else f"reward {reward}"
@@ -97,15 +99,8 @@ def _print_block(row: tuple[str, ...], console: Console) -> None:
                 line = Text("  ")
             else:
                 line.append("  ")
-        line.append(piece, style=_style(row) if piece is status else "")
+        line.append(piece, style=colour(status, _STYLES) if piece is status else "")
     console.print(line, soft_wrap=True)
-
-
-def _style(row: tuple[str, ...]) -> str:
-    """Return the colour of a run's status, or of the worst status in a sweep."""
-    from trinity_sync.cli.tables import colour
-
-    return colour(row[_STATUS], _STYLES)
 
 
 def runs_below(folder: Path | None) -> list[RunLine | SweepLine]:
@@ -114,19 +109,13 @@ def runs_below(folder: Path | None) -> list[RunLine | SweepLine]:
     """
     from trinity_sync.report.run_page import find
 
-    return find(_roots(folder))
-
-
-def _roots(folder: Path | None) -> list[Path]:
-    if folder is None:
-        here = [Path("outputs").absolute(), Path("multirun").absolute()]
-        roots = [root for root in here if root.is_dir()]
-        if not roots:
-            raise ConfigError(f"there is neither outputs nor multirun in {Path.cwd()}; name a folder with runs")
-        return roots
-    if not folder.is_dir():
+    named = [Path("outputs"), Path("multirun")] if folder is None else [folder]
+    roots = [root.absolute() for root in named if root.is_dir()]
+    if not roots and folder is None:
+        raise ConfigError(f"there is neither outputs nor multirun in {Path.cwd()}; name a folder with runs")
+    if not roots:
         raise ConfigError(f"{folder} is not a folder; name one with runs below it")
-    return [folder.absolute()]
+    return find(roots)
 
 
 def _run_row(run: RunLine, task: str, model: str) -> tuple[str, ...]:

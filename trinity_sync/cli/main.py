@@ -111,9 +111,7 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
     listing.add_commands(commands)
     watch.add_commands(commands)
     reproduce.add_commands(commands)
-    add_trace(commands)
-    add_explain(commands)
-    add_doctor(commands)
+    _add_commands(commands)
     verl_commands.add_commands(commands)
     completion.add_commands(commands)
     ckpt = commands.add_parser("ckpt", help="list, inspect, verify, export, compare, prune and pin checkpoints")
@@ -125,15 +123,33 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
     return parser
 
 
-# -- trinity-sync doctor
-
-
-def add_doctor(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the parser of `trinity-sync`."""
+def _add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the commands of this module to the parser of `trinity-sync`."""
+    trace = commands.add_parser(
+        "trace", help="write a timeline of a run's processes, for ui.perfetto.dev or chrome://tracing"
+    )
+    trace.add_argument("run", type=Path, metavar="RUN_DIR", help="folder of the run, which may be going on")
+    trace.add_argument(
+        "-o",
+        "--output",
+        metavar="FILE",
+        help="where to (default: trace.json in the run's folder); - for standard output",
+    )
+    trace.set_defaults(command=_trace)
+    explain = commands.add_parser(
+        "explain", help="print what a setting does, its type and its default; or the settings of a group"
+    )
+    explain.add_argument(
+        "key", nargs="+", metavar="KEY", help="a setting such as sync.interval, a group such as sync, or a question"
+    )
+    explain.set_defaults(command=_explain)
     doctor = commands.add_parser(
         "doctor", help="look whether runs can start here: packages, GPUs, shared memory, disk, ports"
     )
     doctor.set_defaults(command=_doctor)
+
+
+# -- trinity-sync doctor
 
 
 def _doctor(options: argparse.Namespace) -> int:
@@ -148,17 +164,6 @@ def _doctor(options: argparse.Namespace) -> int:
 
 
 # -- trinity-sync explain
-
-
-def add_explain(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the parser of `trinity-sync`."""
-    explain = commands.add_parser(
-        "explain", help="print what a setting does, its type and its default; or the settings of a group"
-    )
-    explain.add_argument(
-        "key", nargs="+", metavar="KEY", help="a setting such as sync.interval, a group such as sync, or a question"
-    )
-    explain.set_defaults(command=_explain)
 
 
 def _explain(options: argparse.Namespace) -> int:
@@ -203,21 +208,6 @@ def _of_group(key: str, options: dict[str, str], found: Iterable[Described]) -> 
 
 
 # -- trinity-sync trace
-
-
-def add_trace(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the command to the parser of `trinity-sync`."""
-    trace = commands.add_parser(
-        "trace", help="write a timeline of a run's processes, for ui.perfetto.dev or chrome://tracing"
-    )
-    trace.add_argument("run", type=Path, metavar="RUN_DIR", help="folder of the run, which may be going on")
-    trace.add_argument(
-        "-o",
-        "--output",
-        metavar="FILE",
-        help="where to (default: trace.json in the run's folder); - for standard output",
-    )
-    trace.set_defaults(command=_trace)
 
 
 def _trace(options: argparse.Namespace) -> int:

@@ -34,6 +34,7 @@ from trinity_sync.tracking.run_record import RunFolderInUse, RunJson, lock_owner
 
 _WRITTEN_TO = ("checkpoint.dir", "checkpoint.mirror", "sync.shm_dir", "cluster.")
 _BEGAN_WITH = "checkpoint.resume_from"
+_RUNS_HERE = ("outputs/*/*/run.json", "multirun/*/*/*/run.json")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,7 +169,8 @@ def find_source(name: str) -> Path:
     """Return the folder or file of a name: a path, or the newest run of that experiment."""
     if os.path.lexists(name):
         return Path(name).absolute()
-    runs = [run for run in _runs_here() if experiment_of(run) == name]
+    found = (path.parent for pattern in _RUNS_HERE for path in Path.cwd().glob(pattern))
+    runs = [run for run in found if not _is_repetition(run) and experiment_of(run) == name]
     if not runs and not (config.conf_dir() / "experiment" / f"{name}.yaml").is_file():
         raise ConfigError(
             f"{name} is not the folder of a run, a bundle or an experiment; name the folder with run.json"
@@ -179,12 +181,6 @@ def find_source(name: str) -> Path:
             f"trinity-sync run experiment={name}"
         )
     return max(runs, key=lambda run: (run / "run.json").stat().st_mtime)
-
-
-def _runs_here() -> Iterator[Path]:
-    for pattern in ("outputs/*/*/run.json", "multirun/*/*/*/run.json"):
-        found = (path.parent for path in Path.cwd().glob(pattern))
-        yield from (run for run in found if not _is_repetition(run))  # repetitions are not sources
 
 
 def _is_repetition(run: Path) -> bool:

@@ -8,7 +8,7 @@ import contextlib
 import socket
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic, sleep, time
@@ -223,7 +223,10 @@ class SweepWatch:
         self._folder, self._view = folder, view
         self._jobs: dict[Path, _Job] = {}
         self._is_sweep = (folder / SETTINGS).is_file()
-        jobs = _read_jobs(folder) if self._is_sweep else None
+        jobs: list[tuple[str, ...]] | None = None  # overrides of the planned jobs; None: a search, which are unknown
+        if self._is_sweep:
+            with contextlib.suppress(ConfigError):
+                jobs = [tuple(map(masked_override, job.invocation.overrides)) for job in read_jobs(folder)]
         self._expected = None if jobs is None else len(jobs)
         self._shared = set.intersection(*map(set, jobs)) if jobs and len(jobs) > 1 else None
         self.refresh(quietly=True)
@@ -345,8 +348,10 @@ def watch_sweep(folder: Path, view: LiveView, *, once: bool, wait_s: float) -> i
     view.show(None, above=sweep.overview)
     while not sweep.over and (sweep.running or not patience.over):
         if current is None or current.folder not in sweep.running:
-            current = next(_watches(sweep, view), None)
-            if current is None:
+            running, current = sweep.running, None
+            if running:
+                current = RunWatch(running[0], view, label=f"job {running[0].name}: ", above=sweep.overview)
+            else:
                 view.show(None, above=sweep.overview)
         if current is not None:
             current.look()
@@ -363,21 +368,9 @@ def watch_sweep(folder: Path, view: LiveView, *, once: bool, wait_s: float) -> i
     return 0 if sweep.good else 1
 
 
-def _watches(sweep: SweepWatch, view: LiveView) -> Iterator[RunWatch]:
-    for folder in sweep.running:
-        yield RunWatch(folder, view, label=f"job {folder.name}: ", above=sweep.overview)
-
-
 def _standing(folder: Path) -> Standing:
     """Return a job's state; a damaged job is reported at the end, and the others are watched."""
     try:
         return standing(folder)
     except ConfigError:
         return Standing(stand="unreadable", record=None, owner=None)
-
-
-def _read_jobs(folder: Path) -> list[tuple[str, ...]] | None:
-    """Return the overrides of a sweep's planned jobs; None: a search, whose jobs are unknown."""
-    with contextlib.suppress(ConfigError):
-        return [tuple(map(masked_override, job.invocation.overrides)) for job in read_jobs(folder)]
-    return None

@@ -199,17 +199,14 @@ def _diff(options: argparse.Namespace) -> int:
 
 def _weights_of(path: Path, step: int | None) -> Path:
     """Return the folder to read weights from: a step folder, or the path itself if it has weights."""
-    if step is None and path.is_dir() and step_of(path.resolve().name) is None and _has_weights(path):
+    patterns = ("*.safetensors", "*.safetensors.index.json", "model_world_size_*.pt")
+    has_weights = any(next(path.glob(pattern), None) is not None for pattern in patterns)
+    if step is None and has_weights and step_of(path.resolve().name) is None:
         return path
     root, step = find(path, step)
     if step is not None:
         return of_step(root, scan(root), step)[0].path
     return newest(root).path
-
-
-def _has_weights(path: Path) -> bool:
-    patterns = ("*.safetensors", "*.safetensors.index.json", "model_world_size_*.pt")
-    return any(next(path.glob(pattern), None) is not None for pattern in patterns)
 
 
 @contextmanager

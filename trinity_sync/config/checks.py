@@ -5,7 +5,6 @@ one message.
 
 from __future__ import annotations
 
-import difflib
 import math
 import os
 import re
@@ -48,7 +47,7 @@ from trinity_sync.config.model_checks import (
     check_workload,
 )
 from trinity_sync.config.schema import Config, build_policy
-from trinity_sync.errors import ConfigError
+from trinity_sync.errors import ConfigError, near
 from trinity_sync.weights.slots import DEFAULT_ROOT
 
 # base classes of the options of these groups, as text since their packages lie above this one
@@ -210,8 +209,7 @@ def _choice_text(value: object, choices: Sequence[str]) -> str | None:
     if value == "False" and "off" in choices:
         # YAML reads a bare off as a boolean
         return text + ' (in a YAML file write "off" with its quotes)'
-    near = difflib.get_close_matches(str(value), choices, n=1)
-    return text + (f" (did you mean {near[0]}?)" if near else "")
+    return text + near(str(value), choices)
 
 
 def _check_option(group: str, get: Get) -> Iterator[Problem]:
@@ -359,9 +357,11 @@ def _check_folder(key: str, get: Get) -> Iterator[Problem]:
     nearest = Path(folder).absolute()
     while not os.access(nearest, os.F_OK):
         nearest = nearest.parent
+    # it accepts no files from any user
+    of_kernel = any(map(nearest.is_relative_to, ("/proc", "/sys"))) and not os.statvfs(nearest).f_blocks
     if not nearest.is_dir():
         yield Problem(key, f"is {folder}, but {nearest} is a file; name a folder")
-    elif not os.access(nearest, os.W_OK | os.X_OK) or _takes_no_files(nearest):
+    elif not os.access(nearest, os.W_OK | os.X_OK) or of_kernel:
         yield Problem(key, f"is {folder}, but {nearest} cannot be written to; name a folder of your own")
 
 
@@ -374,11 +374,6 @@ def _check_shared_memory(get: Get) -> Iterator[Problem]:
         if not os.access(folder, os.F_OK):
             yield Problem("sync.shm_dir", f"is {folder}, which does not exist; name a folder in memory: {DEFAULT_ROOT}")
         yield from _check_folder("sync.shm_dir", get)
-
-
-def _takes_no_files(folder: Path) -> bool:
-    """Return whether a folder belongs to the kernel, which accepts no files from any user."""
-    return any(folder.is_relative_to(place) for place in ("/proc", "/sys")) and not os.statvfs(folder).f_blocks
 
 
 def _check_task(get: Get) -> Iterator[Problem]:

@@ -54,29 +54,26 @@ def config_digest(cfg: DictConfig, *, places: Sequence[str] = LOCATIONS, lists: 
     Local paths of `NAMED_BY_PATH` count by their last component, also those in lists (`lists`). Canonical JSON is UTF-8
     with sorted keys and no blanks.
     """
+
+    def last_name(path: str) -> str:
+        return Path(path).resolve().name if os.path.exists(path) else path  # noqa: PTH110 - where it may not be reached
+
     values = _plain_values(plain(cfg))
     _drop_places(values, places)
     for key in NAMED_BY_PATH:
         *parents, last = key.split(".")
         owner = section(values, *parents)
         if last in owner and (lists or isinstance(owner[last], str)):
-            owner[last] = each_path(owner[last], _last_name)
+            owner[last] = each_path(owner[last], last_name)
     text = json.dumps(values, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return xxhash.xxh3_128_hexdigest(text.encode())
 
 
-def _last_name(path: str) -> str:
-    return Path(path).resolve().name if os.path.exists(path) else path  # noqa: PTH110 - also where it may not be reached
-
-
-def without_masked(values: Settings) -> Settings:
-    """Return settings without secrets."""
-    return _kept(values, masked(values))
-
-
-def _kept(values: Settings, shown: Settings) -> Settings:
+def without_masked(values: Settings, shown: Settings | None = None) -> Settings:
+    """Return settings without secrets. `shown`: the same settings, masked."""
+    shown = masked(values) if shown is None else shown
     return {
-        key: _kept(value, section(shown, key)) if isinstance(value, dict) else value
+        key: without_masked(value, section(shown, key)) if isinstance(value, dict) else value
         for key, value in values.items()
         if isinstance(value, dict) or value == shown[key]
     }

@@ -5,7 +5,6 @@ process that uses it. Also reads which classes our option files name.
 from __future__ import annotations
 
 import ast
-import difflib
 import hashlib
 import importlib
 import os
@@ -20,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 from omegaconf import DictConfig, OmegaConf
 
 from trinity_sync.config.composition import as_written, conf_dir
-from trinity_sync.errors import ConfigError, TrinityError
+from trinity_sync.errors import ConfigError, TrinityError, near
 from trinity_sync.host.origin import error_text, origin
 from trinity_sync.host.references import Settings, Value
 from trinity_sync.protocol.typed import mistyped
@@ -85,9 +84,8 @@ def missing(name: str, kind: str = "class") -> str | None:
     names = set(_bound(body))
     if not body or left[0] in names or names & {"*", "__getattr__"}:
         return None
-    near = difflib.get_close_matches(left[0], names, n=1)
-    meant = f" (did you mean {near[0]}?)" if near else f"; it has {', '.join(offered[:5])}" if offered else ""
-    return f"{module.name} has no {left[0]}{meant}"
+    has = f"; it has {', '.join(offered[:5])}" if offered else ""
+    return f"{module.name} has no {left[0]}{near(left[0], names) or has}"
 
 
 def load(key: str, name: str) -> Any:

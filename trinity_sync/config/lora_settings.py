@@ -76,17 +76,10 @@ def check_lora(get: Get) -> Iterator[Problem]:
     lora, what = get("model.lora"), get("sync.what")
     targets = lora.targets
     listed = isinstance(targets, list | tuple | ListConfig)
-    if not (targets is None or isinstance(targets, str) or (listed and all(isinstance(one, str) for one in targets))):
-        yield Problem(
-            "model.lora.targets",
-            f"is {targets}; must be all-linear, names such as [q_proj, v_proj], or a regular expression",
-        )
-        return
-    if targets is not None and not len(targets):
-        yield Problem(
-            "model.lora.targets",
-            "names nothing; must be all-linear, names such as [q_proj, v_proj], or a regular expression",
-        )
+    fits = targets is None or isinstance(targets, str) or (listed and all(isinstance(one, str) for one in targets))
+    if not fits or (targets is not None and not len(targets)):
+        must = "must be all-linear, names such as [q_proj, v_proj], or a regular expression"
+        yield Problem("model.lora.targets", f"{'names nothing' if fits else f'is {targets}'}; {must}")
         return
     try:
         adapter = adapter_of(lora)

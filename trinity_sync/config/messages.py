@@ -25,7 +25,7 @@ from trinity_sync.config.composition import conf_dir
 from trinity_sync.config.description import described, meant
 from trinity_sync.config.overrides import as_typed, parse, quote
 from trinity_sync.config.schema import SCHEMA
-from trinity_sync.errors import ConfigError, TrinityError
+from trinity_sync.errors import ConfigError, TrinityError, near
 
 
 def print_error(text: str) -> None:
@@ -185,12 +185,6 @@ def _explain_by_others(key: str) -> str:
         return f"{key} is not a setting here; it needs {' or '.join(options)}"
     found = [f"{group}={last}"] if last in _options(group) else meant(key)
     return f"{key} is not a setting; did you mean {' or '.join(found[:3])}?" if found else ""
-
-
-def near(word: str, known: Sequence[str]) -> str:
-    """Return " (did you mean ...?)" for the nearest of some words; empty if none is near."""
-    near = difflib.get_close_matches(word, known, n=1)
-    return f" (did you mean {near[0]}?)" if near else ""
 
 
 # -- the command line as typed, made into one for Hydra

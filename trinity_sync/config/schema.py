@@ -666,17 +666,12 @@ _PASSED_ON: tuple[tuple[type, str], ...] = (
 """Keys whose values are passed unchanged to verl, fsspec, a chat template, or the named class."""
 
 
-def _same_store(memo: object) -> ConfigStore:
-    store: ConfigStore = ConfigStore.instance()
-    return store
-
-
 def register() -> None:
     """Give the schema to Hydra's ConfigStore and our resolvers to OmegaConf. Called on import of the package."""
     accept_short_rewards()
     store = ConfigStore.instance()
     # Hydra copies the whole store for each group of --help, which takes seconds; it copies nodes when it loads them
-    vars(store)["__deepcopy__"] = _same_store
+    vars(store)["__deepcopy__"] = lambda memo: store
     for name, schema in SCHEMA.items():
         node = OmegaConf.structured(schema)
         for key in (key for owner, key in _PASSED_ON if issubclass(schema, owner)):

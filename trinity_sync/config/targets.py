@@ -18,7 +18,7 @@ from trinity_sync.config.model_checks import KEY, ROWS, validates
 from trinity_sync.config.schema import Config, retention_policies
 from trinity_sync.errors import ConfigError, TrinityError
 from trinity_sync.host.origin import end_text, origin
-from trinity_sync.host.references import Settings
+from trinity_sync.host.references import Settings, setting_of
 
 if TYPE_CHECKING:
     from trinity_sync.tasks.rewards import Judging
@@ -44,18 +44,14 @@ def check_inputs(cfg: DictConfig, task: object = None) -> object:
             f"task._target_ is {cfg.task._target_}, which has no {' and no '.join(lacking)}(), "
             f"but algorithm={cfg.algorithm.kind} needs it; use a task such as {algorithm.tasks}"
         )
-    _check_sync(cfg)
-    validation_task(cfg)
-    return task
-
-
-def _check_sync(cfg: DictConfig) -> None:
     mode = build("sync", plain(cfg.sync), load("sync", _SYNC_MODE))
     if mode.ranks_take_part and cfg.trainer.schedule == "free":
         raise ConfigError(
             f"trainer.schedule is free, but in a round of sync={cfg.sync.mode} the trainer's ranks take part, so they "
             "would wait for loads; use sync=memory or sync=checkpoint, or set trainer.schedule=lockstep"
         )
+    validation_task(cfg)
+    return task
 
 
 def build_task(node: DictConfig | Mapping[str, object], seed: int) -> Any:
@@ -74,16 +70,10 @@ def build_task(node: DictConfig | Mapping[str, object], seed: int) -> Any:
     try:
         return instantiate_target(OmegaConf.create({"task": values}).task, seed=seed, **ours)
     except ConfigError as error:
-        if "which cannot be used" in str(error):
-            _check_reward(values.get("reward"))
+        named = setting_of(values, f"reward.{TARGET}")  # of a missing function Hydra reports the key of the task
+        if "which cannot be used" in str(error) and isinstance(named, str) and (reason := missing(named, "function")):
+            raise ConfigError(f"task.reward.{TARGET} is {named}, which cannot be used: {reason}") from None
         raise
-
-
-def _check_reward(reward: object) -> None:
-    """Say why the function cannot be found, which Hydra reports under the key of the task."""
-    named = reward.get(TARGET) if isinstance(reward, dict) else None
-    if isinstance(named, str) and (reason := missing(named, "function")):
-        raise ConfigError(f"task.reward.{TARGET} is {named}, which cannot be used: {reason}") from None
 
 
 def _parameters(target: object) -> Mapping[str, inspect.Parameter]:

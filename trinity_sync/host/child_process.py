@@ -320,13 +320,9 @@ def _let_go_of_output() -> None:
     """Replace the starter's pipes by ``/dev/null``; an output that is a log by now stays."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in (0, 1, 2):
-        if _is_pipe(number):
+        if stat.S_ISFIFO(os.fstat(number).st_mode):
             os.dup2(nothing, number)
     os.close(nothing)
-
-
-def _is_pipe(number: int) -> bool:
-    return stat.S_ISFIFO(os.fstat(number).st_mode)
 
 
 # A process that ends with all of its descendants, whatever their sessions. Its parent, the keeper, ends them.

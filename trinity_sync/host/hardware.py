@@ -90,7 +90,9 @@ def describe() -> dict[str, str]:
 
     Reads files of the kernel and loads no library.
     """
-    found = {"machine": platform.machine(), "cpu": _cpu("model name"), "vectors": _vectors(), "gpus": _gpus()}
+    flags = (_cpu("flags") or _cpu("Features")).split()
+    vectors = next((name for name in _VECTORS if name in flags), "")
+    found = {"machine": platform.machine(), "cpu": _cpu("model name"), "vectors": vectors, "gpus": _gpus()}
     return {name: text for name, text in found.items() if text}
 
 
@@ -100,11 +102,6 @@ def _cpu(field: str) -> str:
         if name.strip() == field:
             return " ".join(value.split())
     return ""
-
-
-def _vectors() -> str:
-    flags = (_cpu("flags") or _cpu("Features")).split()
-    return next((name for name in _VECTORS if name in flags), "")
 
 
 def _gpus() -> str:

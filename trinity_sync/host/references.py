@@ -101,23 +101,25 @@ def path_list(value: object) -> list[str]:
 
 def matched_files(value: object) -> list[str]:
     """Return the files that a setting names: by a path, which is not checked, a pattern such as ``data/*.jsonl``, whose
-    files are sorted by name, or a list of these. Raises ConfigError, whose text lacks the key, where a pattern matches
-    no file or a file is named twice.
+    files are sorted by name, or a list of these. A file and links to it that match one pattern are one file. Raises
+    ConfigError, whose text lacks the key, where a pattern matches no file or a file is named twice.
     """
-    found: dict[str, tuple[str, str]] = {}
-    for named in path_list(value):
+    found: dict[str, tuple[str, int, str]] = {}
+    for at, named in enumerate(path_list(value)):
         text = os.path.expanduser(named)  # noqa: PTH111 - the name of an unknown user stays
         matching = glob.has_magic(text) and not os.path.exists(text)  # noqa: PTH110
         files = [named] if not matching else sorted(filter(os.path.isfile, glob.glob(text, recursive=True)))  # noqa: PTH207
         if not files:
-            raise ConfigError(f"has the pattern {named}, which matches no file; name an existing one")
+            told = "which does not exist and as a pattern matches no file; name an existing one"
+            raise ConfigError(f"has {named}, {told}")
         for file in files:
-            place, pair = os.path.realpath(os.path.expanduser(file)), (file, named)  # noqa: PTH111
-            if (first := found.setdefault(place, pair)) is not pair:
-                raise ConfigError(f"has the file {file} twice, by {first[1]} and by {named}; name it once")
+            place = os.path.realpath(os.path.expanduser(file))  # noqa: PTH111
+            _, first, by = found.setdefault(place, (file, at, named))
+            if first != at:
+                raise ConfigError(f"has the file {file} twice, by {by} and by {named}; name it once")
     if not found:
         raise ConfigError("is an empty list; name a file")
-    return [file for file, _ in found.values()]
+    return [file for file, *_ in found.values()]
 
 
 # -- the names of a run's task and model
@@ -136,11 +138,11 @@ def task_name(settings: Mapping[str, object]) -> str | None:
     """Return a short name of a run's task from its settings: of its file, else of its class; None: not known. It has
     letters, digits, '.', '_' and '-' only.
     """
-    if _setting(settings, "workload.kind") == "bytes":
+    if setting_of(settings, "workload.kind") == "bytes":
         return "bytes"
-    path = _setting(settings, "task.path")
+    path = setting_of(settings, "task.path")
     first = next(iter(path), None) if isinstance(path, list) else path
-    kind = str(_setting(settings, "task._target_") or "").rpartition(".")[2].removesuffix("Task")
+    kind = str(setting_of(settings, "task._target_") or "").rpartition(".")[2].removesuffix("Task")
     return _path_name(first) or _cut(re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", kind).lower())
 
 
@@ -148,12 +150,12 @@ def model_name(settings: Mapping[str, object]) -> str | None:
     """Return a short name of a run's model from its settings: of its folder or on the hub, else its family; None: not
     known. Characters as in `task_name`.
     """
-    return given_model_name(settings) or _cut(str(_setting(settings, "model.architecture.model_type") or ""))
+    return given_model_name(settings) or _cut(str(setting_of(settings, "model.architecture.model_type") or ""))
 
 
 def given_model_name(settings: Mapping[str, object]) -> str | None:
     """Return the same of a model that was given by its path or its sizes; None: it is made by the run."""
-    return _path_name(_setting(settings, "model.path")) or _path_name(_setting(settings, "model.shapes"))
+    return _path_name(setting_of(settings, "model.path")) or _path_name(setting_of(settings, "model.shapes"))
 
 
 def run_name(settings: Mapping[str, object]) -> str:
@@ -161,7 +163,8 @@ def run_name(settings: Mapping[str, object]) -> str:
     return "-".join(filter(None, (task_name(settings), given_model_name(settings)))) or "run"
 
 
-def _setting(settings: Mapping[str, object], key: str) -> object:
+def setting_of(settings: object, key: str) -> object:
+    """Return the value of a dotted key; None without one."""
     value: object = settings
     for part in key.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None

@@ -105,7 +105,8 @@ def run_main(
     _session = _Session(resume=resume, until=until)
     try:
         line = CommandLine.read(sys.argv[1:] if arguments is None else arguments, typed=typed)
-        _session.dry_run, _session.rerun = line.dry_run, _is_rerun(line.arguments)
+        options, _ = hydra_internals.get_args_parser().parse_known_args(line.arguments)
+        _session.dry_run, _session.rerun = line.dry_run, options.experimental_rerun is not None
         if _session.rerun:
             sys.modules.update(dict.fromkeys(FORMER_MODULES, sys.modules[Config.__module__]))
         hide_typed(line.arguments)
@@ -169,14 +170,14 @@ def job(cfg: DictConfig) -> float:
     by_launcher = bool(settle(cfg))  # it was composed in a launcher's process
     where = f"job {hydra_cfg.job.num}: " if hydra_cfg.mode == RunMode.MULTIRUN else ""
     sys.argv = sweeps.command_in_queue(hydra_cfg) or list(_session.command)
-    code = FAILED
+    code, log = FAILED, run_dir / "logs" / "driver.log"
     try:
         with sweeps.beside_others(hydra_cfg):
             code = _launch(RunConfig(cfg), run_dir, saved_by_hydra=not by_launcher)
     except TrinityError as error:
         code = error.exit_code
-        log = "" if code == REFUSED or origin(error) is None else f" (traceback in {_log_of(run_dir)})"
-        print_error(f"{where}{error}{log}")
+        place = "" if code == REFUSED or origin(error) is None else f" (traceback in {log})"
+        print_error(f"{where}{error}{place}")
     except KeyboardInterrupt:  # before the run has a record; a sweep reports it at its end
         code = INTERRUPTED
         if not where:
@@ -185,7 +186,7 @@ def job(cfg: DictConfig) -> float:
         if sweeps.is_of_queue(error):
             raise
         log_failure("the job", error)
-        print_error(f"{where}unexpected {error_text(error)} (traceback in {_log_of(run_dir)})")
+        print_error(f"{where}unexpected {error_text(error)} (traceback in {log})")
     finally:
         _session.codes[run_dir] = code
     if code == INTERRUPTED and where:
@@ -194,10 +195,6 @@ def job(cfg: DictConfig) -> float:
     if where and math.isnan(objective) and sweeps.takes_no_nan(hydra_cfg):
         raise RunError(f"{where}no reward")
     return objective
-
-
-def _log_of(run_dir: Path) -> Path:
-    return run_dir / "logs" / "driver.log"
 
 
 def _launch(cfg: RunConfig, run_dir: Path, *, saved_by_hydra: bool = True) -> int:
@@ -258,9 +255,8 @@ class RunHooks(Callback):
                 config.hydra.output_subdir = None
         elif _session.resume is None:
             try:
-                lock_run_folder(
-                    folder
-                )  # before Hydra writes there, so that two runs that start at once do not mix their files
+                # before Hydra writes there, so that two runs that start at once do not mix their files
+                lock_run_folder(folder)
             except ConfigError as error:
                 _refuse(str(error))
 
@@ -338,24 +334,19 @@ def finish_sweep(sweep: Path, codes: Mapping[Path, int]) -> int:
     """Write the report of a sweep, print which jobs failed, and return its exit code. `codes`: by job folder."""
     if all(code == REFUSED for code in codes.values()):
         return REFUSED
-    _report_sweep(sweep)
-    bad = [folder.name for folder, code in codes.items() if code != DONE]
-    if not bad:
-        return DONE
-    print_error(f"{len(bad)} of {len(codes)} jobs did not end well: {', '.join(bad)} in {sweep}")
-    return FAILED
-
-
-def _report_sweep(sweep: Path) -> None:
     from trinity_sync.report import load, render_table, write_report
 
     try:
         found = load(sweep)
         page = write_report(found)
-        print(render_table(found))
-        print(page)
+        print(f"{render_table(found)}\n{page}")
     except TrinityError as error:
         print_error(f"the sweep has no report: {error}")
+    bad = [folder.name for folder, code in codes.items() if code != DONE]
+    if not bad:
+        return DONE
+    print_error(f"{len(bad)} of {len(codes)} jobs did not end well: {', '.join(bad)} in {sweep}")
+    return FAILED
 
 
 class DriverLog(LogFile):
@@ -368,11 +359,6 @@ class DriverLog(LogFile):
 
     def __init__(self, filename: str) -> None:
         super().__init__(filename)
-
-
-def _is_rerun(arguments: Sequence[str]) -> bool:
-    """Return whether a command line has Hydra's ``--experimental-rerun``."""
-    return hydra_internals.get_args_parser().parse_known_args(list(arguments))[0].experimental_rerun is not None
 
 
 def _take_free_folder() -> None:

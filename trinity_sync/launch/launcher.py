@@ -33,7 +33,7 @@ from trinity_sync.launch.actors import Preparation, Setup
 from trinity_sync.launch.cluster import ClusterMetrics, cluster, has_gpus
 from trinity_sync.launch.job import Job
 from trinity_sync.launch.machine import SOCKET_BYTES, check_room, socket_room
-from trinity_sync.launch.row_scan import Scanned, scanned_task
+from trinity_sync.launch.row_scan import Scanned, note, scanned_task
 from trinity_sync.launch.start import (
     Resume,
     Start,
@@ -170,7 +170,7 @@ def look(config: RunConfig, run_dir: Path, *, new: bool = True) -> LookResult:
     check(checkpoints, owner, recorded=None)
     start = Start.first(cfg, checkpoints, None)
     for warning in check_room(cfg, run_dir, checkpoints, start.step):
-        _say(warning)
+        note(warning)
     if (mirror := run_mirror(cfg, owner)) is not None:
         mirror.look(checkpoints)
     return LookResult(config, scanned, trackers, start)
@@ -190,7 +190,7 @@ def _with_steps(config: RunConfig, task: object) -> RunConfig:
     key = "algorithm.prompts_per_step" if algorithm_of(cfg.algorithm).explores else "algorithm.batch_size"
     rows, per_step = len(all_rows()), int(str(config.select(key)))
     steps = -(-rows * epochs // per_step)
-    _say(f"trainer.total_epochs={epochs}: {steps} steps for {rows} rows, {per_step} a step ({key})")
+    note(f"trainer.total_epochs={epochs}: {steps} steps for {rows} rows, {per_step} a step ({key})")
     counted = config.updated({"trainer.steps": steps, "trainer.total_epochs": None})
     counted.check_values()
     return counted
@@ -215,6 +215,7 @@ def _recorder(
     from trinity_sync.report import write_report
 
     cfg = config.settings
+    on_cpus = cfg.cluster.address is None and accelerator_count() == 0  # as far as is known before Ray starts
     return Recorder.start(
         folder,
         command=[masked_override(text) for text in sys.argv],
@@ -225,7 +226,7 @@ def _recorder(
         name=cfg.name,
         subtitle=f"{cfg.backend.strategy} x {cfg.backend.ranks}, sync={cfg.sync.mode}",
         config=config.shown(),
-        reproducible=cfg.trainer.schedule == "lockstep" and (cfg.trainer.deterministic or _on_cpus(cfg)),
+        reproducible=cfg.trainer.schedule == "lockstep" and (cfg.trainer.deterministic or on_cpus),
         resumed_from=start.step if start.resumed else None,
         id=owner.run,
         places=written_places(cfg, folder.path),
@@ -235,11 +236,6 @@ def _recorder(
         resume=resume_command,
         checkpoints=start.checkpoints.absolute(),
     )
-
-
-def _on_cpus(cfg: Config) -> bool:
-    """Return whether the run uses no GPU, as far as is known before Ray starts."""
-    return cfg.cluster.address is None and accelerator_count() == 0
 
 
 def run_trackers(cfg: Config) -> list[Tracker]:
@@ -272,7 +268,10 @@ def _run(job_class: type[Job], config: RunConfig, prepared: Preparation, threads
         **platform_env(use_gpu),
     }
     os.environ.update(env)
-    _advise(config)
+    for advise in algorithm_of(cfg.algorithm).advice:  # settings that are valid but probably not meant
+        for found in advise(config.select):
+            story.warning("%s", found)
+            print(f"warning: {found}", file=sys.stderr)
     run_key = f"{os.getpid()}-{secrets.token_hex(4)}"
     recorder.phase("starting Ray")
     cpus = needed_processors(cfg) + 1
@@ -300,14 +299,6 @@ def _run(job_class: type[Job], config: RunConfig, prepared: Preparation, threads
     finally:
         with shielded():
             _tidy(prepared.start.checkpoints, prepared.folder, cfg.sync.shm_dir)
-
-
-def _advise(config: RunConfig) -> None:
-    """Print and log settings that are valid but probably not meant."""
-    for advise in algorithm_of(config.settings.algorithm).advice:
-        for found in advise(config.select):
-            story.warning("%s", found)
-            print(f"warning: {found}", file=sys.stderr)
 
 
 def _tidy(checkpoints: Path, folder: RunFolder, shm_dir: str) -> None:
@@ -342,7 +333,11 @@ def check_beforehand(cfg: Config) -> None:
     if cfg.cluster.address is None:
         _check_processors(cfg)
         _check_sockets(cfg)
-        _check_transport(cfg)
+        if cfg.sync.mode == "nccl" and cfg.sync.transport == "nccl" and accelerator_count() == 0:
+            raise ConfigError(
+                "sync.transport is nccl, but this machine has no GPU that this program may use; set "
+                "sync.transport=auto or gloo"
+            )
         if cfg.model.path is not None:
             check_named(cfg.model.path)
     reference = algorithm_of(cfg.algorithm).reference_path
@@ -355,7 +350,7 @@ def check_beforehand(cfg: Config) -> None:
             check_vocabulary(size)
     if (adapter := adapter_of(cfg.model.lora)) is not None:
         if adapter.dropout:
-            _say(
+            note(
                 f"the adapter at model.lora.path has lora_dropout={adapter.dropout}: log-probs that are trained on "
                 f"differ from those of the explorers; 0 in its {CONFIG_FILE} turns it off"
             )
@@ -401,14 +396,10 @@ def _check_adapter(cfg: Config, adapter: Adapter) -> None:
         raise ConfigError(f"{what}: no model can be made of it: {type(error).__name__}: {reason}") from error
     layers = adapter_targets(model, adapter, cfg.backend.strategy)
     if layers.left_out:
-        _say(
+        note(
             f"model.lora.targets={ALL_LINEAR} leaves out {'; '.join(layers.left_out)}; the adapter is for "
             f"{', '.join(layers.names)}"
         )
-
-
-def _say(text: str) -> None:
-    print(f"note: {text}", file=sys.stderr)
 
 
 def _check_processors(cfg: Config) -> None:
@@ -432,7 +423,7 @@ def _check_folder(key: str, folder: Path, *, trust_remote_code: bool) -> None:
     except ConfigError as error:
         raise ConfigError(f"{key}: {error}") from error
     if too_large:
-        _say(f"{key}: checkpoints do not have {', '.join(too_large)} (over {MAX_FILE_BYTES >> 20} MB)")
+        note(f"{key}: checkpoints do not have {', '.join(too_large)} (over {MAX_FILE_BYTES >> 20} MB)")
 
 
 def _check_sockets(cfg: Config) -> None:
@@ -443,12 +434,4 @@ def _check_sockets(cfg: Config) -> None:
         raise ConfigError(
             f"{what} is {folder}, of {length} bytes; Ray's sockets lie below it, whose whole path may have "
             f"{SOCKET_BYTES}, so name a folder of at most {room} by cluster.temp_dir"
-        )
-
-
-def _check_transport(cfg: Config) -> None:
-    if cfg.sync.mode == "nccl" and cfg.sync.transport == "nccl" and accelerator_count() == 0:
-        raise ConfigError(
-            "sync.transport is nccl, but this machine has no GPU that this program may use; set sync.transport=auto or "
-            "gloo"
         )

@@ -118,7 +118,7 @@ def scanned_task(cfg: Config) -> Scanned:
     counts = _look_through(cfg, task, cfg.task)
     if isinstance(task, FilePrompts):
         failed = task.reward_judge.trial(task.validation_prompts(1)[0], elsewhere=cfg.cluster.address is not None)
-        _note(f"task.reward: {failed}") if failed else None
+        note(f"task.reward: {failed}") if failed else None
     validating = validation_task(cfg)
     if validating is None:
         return Scanned(task, counts, ())
@@ -136,7 +136,7 @@ def _tell_shared(cfg: Config, task: Any, validating: Any, count: int) -> None:
     shared = shared_rows((item for _, item in task.all_rows()), validating.all_rows()[:count])
     if shared:
         trained, validated = _path_text(cfg.task), _path_text(section(cfg.task, "validation"), "the validation")
-        _note(
+        note(
             f"{len(shared)} of the {count} rows of {validated} are also in {trained}, the first of them {shared[0]}: "
             "the validation does not use new rows only"
         )
@@ -178,20 +178,20 @@ def _look_through(settings: Config, task: Any, node: Settings) -> RowCounts | No
                 f"model.path={request.model_path} has no tokenizer that can be read here ({answer.reason}), by which "
                 "task.too_long=filter would find the rows that are too long"
             )
-        _note(f"the rows of {path} are not looked through before the start: {answer.reason}")
+        note(f"the rows of {path} are not looked through before the start: {answer.reason}")
         return None
     counts = answer.counts
-    for note in answer.notes:
-        _note(note)
+    for text in answer.notes:
+        note(text)
     if counts is None:
         return None
     for text in getattr(task, "unread", ()):
-        _note(text)
+        note(text)
     if counts.policy == "filter" and answer.too_long:
         task.leave_out(answer.too_long)
     if counts.too_long:
         done = "left out" if counts.policy == "filter" else "cut"
-        _note(f"{counts.too_long} of {counts.rows} rows of {path} are too long and are {done}")
+        note(f"{counts.too_long} of {counts.rows} rows of {path} are too long and are {done}")
     return counts
 
 
@@ -212,7 +212,8 @@ def _plain(item: Item) -> Item:
     return Prompt(index=item.index, text=item.text, messages=item.messages)
 
 
-def _note(text: str) -> None:
+def note(text: str) -> None:
+    """Print a note about a start."""
     print(f"note: {text}", file=sys.stderr)
 
 
@@ -236,7 +237,7 @@ def _answer(channel: Channel, path: str, rows: int) -> _Found | _UnreadableModel
             return cast("_Found | _UnreadableModel", message)
         if time.monotonic() - told > _TELL_S and message < rows:
             told = time.monotonic()
-            _note(f"looking through {path}: {message} of {rows} rows")
+            note(f"looking through {path}: {message} of {rows} rows")
     raise RunError(f"the process that checks the rows of {path} did not report for {_LIMIT_S:.0f} s")
 
 

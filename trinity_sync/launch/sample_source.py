@@ -4,7 +4,6 @@ what it needs.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -18,6 +17,7 @@ from trinity_sync.config.schema import (
     OverlongConfig,
     ValidationTimesConfig,
 )
+from trinity_sync.launch.row_scan import note
 from trinity_sync.launch.start import Start
 from trinity_sync.tracking.recorder import Recorder
 
@@ -289,10 +289,9 @@ def _numbering(start: Start, count: int, key: str, task: object, by_number: str)
     if count != found.numbering.per_step and not hasattr(task, by_number):
         _tell_inexact(start, found.numbering.per_step, key, task, by_number)
     elif missed or twice:
-        print(
-            f"note: {start.folder} was saved with trainer.schedule=free, which trains on prompts as they become ready: "
-            f"in lockstep {missed} prompts are missed and {twice} trained on twice",
-            file=sys.stderr,
+        note(
+            f"{start.folder} was saved with trainer.schedule=free, which trains on prompts as they become ready: in "
+            f"lockstep {missed} prompts are missed and {twice} trained on twice"
         )
     return going_on.numbering
 
@@ -305,8 +304,7 @@ def _saved(start: Start) -> SavedPosition | None:
 
 
 def _tell_inexact(start: Start, before: int, key: str, task: object, by_number: str) -> None:
-    print(
-        f"note: {start.folder} was saved with {key}={before}, and {type(task).__name__} has no {by_number}(): the run "
-        f"goes on with what it gives for step {start.step + 1}, so some may be missed or repeated",
-        file=sys.stderr,
+    note(
+        f"{start.folder} was saved with {key}={before}, and {type(task).__name__} has no {by_number}(): the run goes "
+        f"on with what it gives for step {start.step + 1}, so some may be missed or repeated"
     )

@@ -8,7 +8,6 @@ device is enough.
 from __future__ import annotations
 
 import copy
-import difflib
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
-from trinity_sync.errors import ConfigError
+from trinity_sync.errors import ConfigError, near
 from trinity_sync.weights.lora import ALL_LINEAR
 from trinity_sync.weights.shards import listed
 from trinity_sync.weights.tensors import tower
@@ -101,7 +100,7 @@ class _Modules:
         except re.error as error:
             raise _refusal(f"{expression} is not a regular expression: {error}") from error
         if not found:
-            meant = f" (meant [{expression}]?)" if self.ends(expression) else ""
+            meant = f" (did you mean [{expression}]?)" if self.ends(expression) else ""
             raise _refusal(f"{expression} matches the whole name of no module{meant}; {self.known}")
         return self.checked(expression, found)
 
@@ -114,8 +113,7 @@ class _Modules:
             raise _refusal(f"{target} is a part of {self.fused[0]}, which is fused experts; {_ADVICE}")
         if saved:
             return iter(())
-        near = difflib.get_close_matches(leaf, self.leaves, n=1)
-        raise _refusal(f"no layer is called {target}{f' (meant {near[0]}?)' if near else ''}; {self.known}")
+        raise _refusal(f"no layer is called {target}{near(leaf, self.leaves)}; {self.known}")
 
     def trained(self, names: Iterable[str]) -> list[str]:
         found = list(dict.fromkeys(names))

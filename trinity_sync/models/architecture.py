@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import secrets
 import shutil
 from collections.abc import Mapping
@@ -13,7 +12,7 @@ import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import CONFIG_MAPPING, PreTrainedTokenizerFast
 
-from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.errors import ConfigError, RunError, near
 from trinity_sync.models.families import auto_class
 from trinity_sync.models.tokens import CHARACTERS, SPECIAL, UNUSED, check_vocabulary
 
@@ -60,14 +59,14 @@ def architecture_config(architecture: Mapping[str, object]) -> PreTrainedConfig:
     if model_type not in CONFIG_MAPPING:
         raise ConfigError(
             f"model.architecture.model_type is {model_type!r}, which transformers does not know"
-            f"{_suggestion(str(model_type), list(CONFIG_MAPPING))}; use one such as qwen3"
+            f"{near(str(model_type), CONFIG_MAPPING)}; use one such as qwen3"
         )
     kind = CONFIG_MAPPING[model_type]
     known = kind().to_dict().keys() | kind.attribute_map.keys() | _COMMON_FIELDS
     for name in fields:
         if name not in known:
             raise ConfigError(
-                f"model.architecture.{name}: {kind.__name__} has no such field{_suggestion(str(name), sorted(known))}"
+                f"model.architecture.{name}: {kind.__name__} has no such field{near(str(name), sorted(known))}"
             )
     for token, name in enumerate(SPECIAL):
         if fields.setdefault(name, token) != token:
@@ -77,11 +76,6 @@ def architecture_config(architecture: Mapping[str, object]) -> PreTrainedConfig:
     except Exception as error:
         reason = " ".join(str(error).split())
         raise ConfigError(f"model.architecture is not one that {kind.__name__} takes: {reason}") from error
-
-
-def _suggestion(name: str, known: list[str]) -> str:
-    close = difflib.get_close_matches(name, known, n=1)
-    return f" (meant {close[0]}?)" if close else ""
 
 
 def make_model(architecture: Mapping[str, object], seed: int, path: Path) -> Path:

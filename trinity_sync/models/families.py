@@ -5,11 +5,11 @@ The tables of transformers are read as source: an import takes seconds, and the 
 
 from __future__ import annotations
 
-import difflib
 import re
 from collections.abc import Mapping
 from functools import cache
 
+from trinity_sync.errors import near
 from trinity_sync.host.package_source import source_of
 
 WITH_IMAGES = ("gemma3", "mistral3", "qwen3_5", "qwen3_vl")
@@ -29,8 +29,7 @@ def is_known(model_type: str) -> bool:
 
 def suggestion(model_type: str) -> str:
     """Return the closest known family, as words to append to the unknown one; empty where none is close."""
-    close = difflib.get_close_matches(model_type, _known(), n=1)
-    return f" (meant {close[0]}?)" if close else ""
+    return near(model_type, _known())
 
 
 def auto_class(fields: Mapping[str, object]) -> str:

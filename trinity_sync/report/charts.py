@@ -93,11 +93,11 @@ class _Plot:
     label: str
     x_label: str
     y_format: Format
-    width: int
-    height: int
     x_range: tuple[float, float]
     y_range: tuple[float, float]
     y_ticks: Sequence[float]
+    width: int = _WIDTH
+    height: int = _HEIGHT
     log: bool = False
     top: int = 12
 
@@ -191,8 +191,6 @@ def bar_chart(
         label=label,
         x_label="step",
         y_format=y_format,
-        width=_WIDTH,
-        height=_HEIGHT,
         x_range=(xs[0] - gap / 2, xs[-1] + gap / 2),
         y_range=y_range,
         y_ticks=y_ticks,
@@ -252,17 +250,9 @@ def _fill(colour: int) -> str:
     return f"var(--s{colour % COLOURS})"
 
 
-def _drawable(points: Points, log: bool) -> Points:
-    return [(x, y if y is None or not log or y > 0 else None) for x, y in points]
-
-
 def _thinned(series: Series, log: bool, most: int) -> Series:
-    return replace(
-        series,
-        points=thin(_drawable(series.points, log), most),
-        low=thin(series.low, most),
-        high=thin(series.high, most),
-    )
+    drawable = [(x, y if y is None or not log or y > 0 else None) for x, y in series.points]
+    return replace(series, points=thin(drawable, most), low=thin(series.low, most), high=thin(series.high, most))
 
 
 def _widen(low: float, high: float, by: float) -> tuple[float, float]:

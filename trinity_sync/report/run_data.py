@@ -10,7 +10,7 @@ from typing import TypeVar
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.host.masking import masked_override
-from trinity_sync.host.references import model_name, read_shown, read_started_in, read_written, task_name
+from trinity_sync.host.references import model_name, read_shown, read_started_in, read_written, setting_of, task_name
 from trinity_sync.tracking import json_lines
 from trinity_sync.tracking.events import Event, FaultEvent, RowsEvent, event_step, read_events
 from trinity_sync.tracking.json_lines import Record
@@ -94,10 +94,7 @@ class Run:
 
     def setting(self, *keys: str) -> object:
         """Return a value of the config; None without one."""
-        value: object = self.config
-        for key in keys:
-            value = value.get(key) if isinstance(value, Mapping) else None
-        return value
+        return setting_of(self.config, ".".join(keys))
 
     def of(self, kind: type[E]) -> list[E]:
         """Return the events of one kind, oldest first."""
@@ -233,20 +230,16 @@ def _read_metrics(path: Path) -> list[Record]:
 
 
 def _read_samples(path: Path) -> list[Record]:
-    return [line for line in json_lines.read_last(path, _TAIL) if _has_spans(line)]
+    lines = json_lines.read_last(path, _TAIL)
+    return [line for line in lines if isinstance(line.get("step"), int) and _are_spans(line.get("spans"))]
 
 
 def _of_last_step(lines: Sequence[Record]) -> list[Record]:
     return [line for line in lines if line["step"] == lines[-1]["step"]][-_MOST_SAMPLES:]
 
 
-def _has_spans(line: Record) -> bool:
-    spans = line.get("spans")
-    return (
-        isinstance(line.get("step"), int)
-        and isinstance(spans, list)
-        and all(isinstance(span, list) and len(span) == 3 for span in spans)
-    )
+def _are_spans(spans: object) -> bool:
+    return isinstance(spans, list) and all(isinstance(span, list) and len(span) == 3 for span in spans)
 
 
 def _read_events(path: Path) -> list[Event]:

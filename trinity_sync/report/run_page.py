@@ -5,14 +5,14 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
 
 from trinity_sync.host.masking import masked_override
-from trinity_sync.host.references import model_name, select_values, task_name
+from trinity_sync.host.references import model_name, select_values, setting_of, task_name
 from trinity_sync.report import charts, run_charts, timeline
 from trinity_sync.report.run_data import TARGET_REWARD, Run, is_run, job_order, status_now, steps_to
 from trinity_sync.tracking import json_lines, units
@@ -94,6 +94,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
     explores = headline(run.summary)[0] == "reward"
     backend = run.setting("backend", "strategy") or _chosen(run, "backend")
     ranks = run.setting("backend", "ranks")
+    kind, replicas = run.setting("explorer", "kind"), run.setting("explorer", "replicas")
     items = [
         ("model", f"{run.model}, LoRA of rank {rank}" if run.model and rank else run.model),
         ("task", run.task),
@@ -105,7 +106,7 @@ def facts(run: Run) -> list[tuple[str, str]]:
         ("backend", f"{backend} on {units.plural(ranks, 'rank')}" if backend and isinstance(ranks, int) else backend),
         ("sync", (run.setting("sync", "mode") or _chosen(run, "sync") or sync["mode"]) if explores else None),
         ("encoding", sync["encoding"]),
-        ("explorers", _explorers(run) if explores else None),
+        ("explorers", f"{replicas} of {kind}" if explores and None not in (kind, replicas) else None),
         ("seed", run.record.get("seed")),
         ("wall", units.seconds(run.summary["wall_s"]) if run.summary["wall_s"] is not None else None),
         ("started", units.moment(run.start) if run.start is not None else None),
@@ -113,11 +114,6 @@ def facts(run: Run) -> list[tuple[str, str]]:
     if len(attempts) > 1:
         items.append(("resumed", f"{units.moment(last.get('started'))} from step {last.get('resumed_from') or 0}"))
     return [(name, str(value)) for name, value in items if value is not None]
-
-
-def _explorers(run: Run) -> str | None:
-    kind, replicas = run.setting("explorer", "kind"), run.setting("explorer", "replicas")
-    return f"{replicas} of {kind}" if kind is not None and replicas is not None else None
 
 
 def _chosen(run: Run, group: str) -> str | None:
@@ -362,7 +358,7 @@ def _read_settings(folder: Path, line: RunLine) -> None:
     if not isinstance(config, dict):
         raise ValueError(f"{path} is not a mapping")
     line.task, line.model = task_name(config), model_name(config)
-    values = [_at(config, key) for key in _KEYS]
+    values = [setting_of(config, key) for key in _KEYS]
     if any(isinstance(value, str) and "${" in value for value in values):
         values = select_values(config, _KEYS)
     name, steps, backend, ranks, sync = values
@@ -384,12 +380,6 @@ def _load(path: Path) -> object:
         return yaml.load(path.read_bytes(), Loader=_Loader)
     except yaml.YAMLError as error:
         raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
-
-
-def _at(config: object, key: str) -> object:
-    for part in key.split("."):
-        config = config.get(part) if isinstance(config, Mapping) else None
-    return config
 
 
 def _modified(path: Path) -> float:

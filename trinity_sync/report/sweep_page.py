@@ -165,9 +165,9 @@ def compare(sweep: Sweep) -> SweepComparison:
     for run in sweep.runs:
         found = {key: one for key, one in figures(run).items() if one is not None}
         jobs.append(SweepRow(settings=tuple(sweep.distinct(run)), runs=(run,), figures=found, marks={}))
+        shared = tuple(text for text in jobs[-1].settings if not text.lstrip("+").startswith("seed="))
         # a job with unknown settings shares its row with no other
-        known = run.config_text is not None
-        key = tuple(text for text in jobs[-1].settings if not _is_seed(text)) if known else (str(run.path),)
+        key = shared if run.config_text is not None else (str(run.path),)
         groups.setdefault(key, []).append(jobs[-1])
     rows = sorted(
         (_folded(key, group) for key, group in groups.items()), key=lambda row: (not _completed(row), -_lead(row))
@@ -212,10 +212,6 @@ def _competes(row: SweepRow, key: str) -> bool:
     one = row.figures.get(key)
     complete = len(row.runs) == 1 or (one is not None and one.count == len(row.runs))
     return complete and _completed(row)
-
-
-def _is_seed(text: str) -> bool:
-    return text.lstrip("+").partition("=")[0] == "seed"
 
 
 def _seed(run: Run) -> int | None:

@@ -145,7 +145,8 @@ def timeline(run: Run) -> Markup | None:
     started = min(lane[0].begin for lane in lanes.values())
     if run.start is not None:
         started = min(run.start, started)
-    lanes = _few(lanes)
+    explorers = [who for who in lanes if who not in (TRAINER, AGENT, SAVES, MIRROR)]
+    lanes = {who: spans for who, spans in lanes.items() if who not in explorers[_MOST_EXPLORERS:]}
     since = finite(run.record.get("started"))
     pictures = [_picture(lanes, window, started) for window in windows(lanes, since)]
     kinds = {bar.kind for picture in pictures for bar in picture.bars}
@@ -198,11 +199,6 @@ def windows(lanes: dict[str, list[TimelineSpan]], since: float | None = None) ->
         times = f"{units.seconds(took)}, a median step {units.seconds(usual)}"
         title = f"Around {slowest.about}, the slowest of the others: {times}"
         yield Window(title=title, begin=around[0].begin, end=around[-1].end)
-
-
-def _few(lanes: dict[str, list[TimelineSpan]]) -> dict[str, list[TimelineSpan]]:
-    explorers = [who for who in lanes if who not in (TRAINER, AGENT, SAVES, MIRROR)]
-    return {who: spans for who, spans in lanes.items() if who not in explorers[_MOST_EXPLORERS:]}
 
 
 def _picture(lanes: dict[str, list[TimelineSpan]], window: Window, started: float) -> _Drawing:
@@ -311,7 +307,9 @@ def event_spans(event: Event) -> Iterator[TimelineSpan]:
     """Return the spans of one event; none where it has no duration."""
     match event:
         case GenerateEvent():
-            yield from _generate(event)
+            about = f"step {event.step}, version {event.version}"
+            for begin, took in _times(event, event.total_s, event.began):
+                yield TimelineSpan(event.explorer, "generate", about, begin, begin + took)
         case LoadEvent():
             yield from _load(event)
         case PublishEvent():
@@ -319,7 +317,9 @@ def event_spans(event: Event) -> Iterator[TimelineSpan]:
         case CommitEvent():
             yield from _commit(event)
         case MirrorEvent():
-            yield from _mirror(event)
+            facts = _facts(state=event.state, bytes=event.bytes)
+            for begin, took in _times(event, event.total_s):
+                yield TimelineSpan(MIRROR, "copy", f"step {event.step}", begin, begin + took, (), facts)
 
 
 def span_lanes(found: Iterable[TimelineSpan]) -> dict[str, list[TimelineSpan]]:
@@ -403,12 +403,6 @@ def _step(line: Record) -> Iterator[TimelineSpan]:
     yield TimelineSpan(TRAINER, "step", about, end - whole, end, tuple(parts), facts)
 
 
-def _generate(event: GenerateEvent) -> Iterator[TimelineSpan]:
-    about = f"step {event.step}, version {event.version}"
-    for begin, took in _times(event, event.total_s, event.began):
-        yield TimelineSpan(event.explorer, "generate", about, begin, begin + took)
-
-
 def _load(event: LoadEvent) -> Iterator[TimelineSpan]:
     who, about = event.explorer, f"version {event.version}"
     for begin, took in _times(event, event.total_s, event.began):
@@ -444,12 +438,6 @@ def _commit(event: CommitEvent) -> Iterator[TimelineSpan]:
                 TimelineSpan(SAVES, "commit", about, between, begin + took),
             )
         yield TimelineSpan(SAVES, "save", about, begin, begin + took, parts, facts)
-
-
-def _mirror(event: MirrorEvent) -> Iterator[TimelineSpan]:
-    facts = _facts(state=event.state, bytes=event.bytes)
-    for begin, took in _times(event, event.total_s):
-        yield TimelineSpan(MIRROR, "copy", f"step {event.step}", begin, begin + took, (), facts)
 
 
 def _times(event: Event, took: float | None, began: float | None = None) -> Iterator[tuple[float, float]]:

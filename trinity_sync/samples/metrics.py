@@ -31,11 +31,12 @@ def batch_metrics(batch: SampleBatch | PairBatch) -> dict[str, float]:
     if not isinstance(batch, SampleBatch) or not len(batch):
         return counts
     lengths, prompts = batch.response_lengths, batch.prompt_rows.lengths
+    relative, _, group = relative_rewards(batch)
     metrics = {
         **counts,
         **_of_rewards(batch.rewards[~np.isnan(batch.rewards)]),
         "reward/failed": float(sum(map(bool, batch.errors))),
-        "reward/flat_groups": _flat_groups(batch),
+        "reward/flat_groups": float((np.bincount(group, relative != 0) == 0).mean()),
         "response_length/mean": float(lengths.mean()),
         "response_length/max": float(lengths.max()),
         "response_length/truncated": float(1.0 - batch.finished.mean()),
@@ -81,11 +82,6 @@ def _of_rewards(rewards: NDArray[np.float64]) -> dict[str, float]:
 def _of_parts(batch: SampleBatch) -> dict[str, float]:
     """Measure the parts of rewards, over the samples that have them."""
     return {f"reward/{name}": float(np.nanmean(of)) for name, of in batch.parts.items() if not np.isnan(of).all()}
-
-
-def _flat_groups(batch: SampleBatch) -> float:
-    relative, _, group = relative_rewards(batch)
-    return float((np.bincount(group, relative != 0) == 0).mean())
 
 
 # Samples in full: lines of samples.jsonl, rows of a tracker's table.

@@ -42,10 +42,9 @@ class Synchronizer:
     """A thin, picklable client of the actor. Make it with `get_actor`; every call is bounded by the actor's timeout.
     Each method is called plainly, or with `.remote`, which returns Ray's reference to the answer, to be awaited.
 
-    Example:
-            synchronizer = Synchronizer.get_actor(SynchronizerConfig(timeout_s=60), namespace="run")  # the driver
-            synchronizer.set_model_state_dict(model.state_dict(), 12)  # the trainer
-            state_dict, version = Synchronizer.get_actor(namespace="run").get_model_state_dict()  # an explorer
+        synchronizer = Synchronizer.get_actor(SynchronizerConfig(timeout_s=60), namespace="run")  # the driver
+        synchronizer.set_model_state_dict(model.state_dict(), 12)  # the trainer
+        state_dict, version = Synchronizer.get_actor(namespace="run").get_model_state_dict()  # an explorer
     """
 
     def __init__(self, actor: ActorHandle, timeout_s: float) -> None:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.tasks.rows import FileExamples, FilePaths, FileRows, Row, chat_message
+from trinity_sync.tasks.rows import FileExamples, FilePaths, FileRows, Row, chat_messages
 
 
 class Conversation(NamedTuple):
@@ -57,22 +57,12 @@ class ConversationsTask(FileExamples[Conversation]):
         messages = self._rows.optional(row, self._messages_key)
         if not isinstance(messages, list) or not messages:
             raise ConfigError(f"{where}: the field {self._messages_key!r} must be a list of chat messages")
-        for number, message in enumerate(messages, start=1):
-            if not isinstance(message, dict) or not isinstance(message.get("role"), str) or not _says(message):
-                raise ConfigError(
-                    f"{where}: message {number} of the field {self._messages_key!r} must be an object with the texts "
-                    "'role' and 'content'"
-                )
-        if not any(message["role"] == "assistant" for message in messages):
+        turns: list[Mapping[str, object]] = [*chat_messages(row, self._messages_key, messages, calls=True)]
+        if not any(turn["role"] == "assistant" for turn in turns):
             raise ConfigError(f"{where}: no message is the assistant's, so there is nothing to learn")
         tools, thinking = self._rows.optional(row, self._tools_key), self._rows.optional(row, self._thinking_key)
         if not isinstance(tools, list | None):
             raise ConfigError(f"{where}: the field {self._tools_key!r} must be a list of objects")
         if not isinstance(thinking, bool | None):
             raise ConfigError(f"{where}: the field {self._thinking_key!r} must be true or false")
-        return Conversation([chat_message(message) for message in messages], tools, thinking, where)
-
-
-def _says(message: Mapping[str, object]) -> bool:
-    """Tell whether a message has a text or calls tools."""
-    return isinstance(message.get("content"), str) or bool(message.get("tool_calls"))
+        return Conversation(turns, tools, thinking, where)

@@ -92,6 +92,9 @@ def _last_number(text: str) -> Decimal | None:
 # Checks of a function in a user's Python file, without running the file.
 
 
+_DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+
+
 def check_function_file(path: Path, name: str, arguments: Collection[str]) -> None:
     """Check that a file defines a function with certain keyword arguments. A name that is bound in another way, such as
     by an import, passes.
@@ -102,7 +105,7 @@ def check_function_file(path: Path, name: str, arguments: Collection[str]) -> No
         raise ConfigError(f"task.reward.function_path is {path}, which cannot be read: {error.strerror}") from error
     except (SyntaxError, ValueError) as error:
         raise ConfigError(f"task.reward.function_path is {path}, which is not Python: {error}") from error
-    defined = [node for node in module.body if _defines(node, name)]
+    defined = [node for node in module.body if isinstance(node, _DEFINITIONS) and node.name == name]
     if not defined:
         if any(_may_bind(node, name) for node in ast.walk(module)):
             return
@@ -128,14 +131,10 @@ def _check_arguments(where: str, taken: ast.arguments, given: Collection[str]) -
         )
 
 
-def _defines(node: ast.stmt, name: str) -> bool:
-    return isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef) and node.name == name
-
-
 def _may_bind(node: ast.AST, name: str) -> bool:
     if isinstance(node, ast.alias):
         return name == (node.asname or node.name) or node.name == "*"
-    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+    if isinstance(node, _DEFINITIONS):
         return node.name in (name, "__getattr__")
     return isinstance(node, ast.Name) and node.id == name
 

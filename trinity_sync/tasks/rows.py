@@ -228,25 +228,23 @@ class FileRows:
             )
         if not value:
             raise ConfigError(f"{row.where}: the field {key!r} is an empty list")
-        for number, message in enumerate(value, start=1):
-            if not (
-                isinstance(message, dict)
-                and isinstance(message.get("role"), str)
-                and isinstance(message.get("content"), str)
-            ):
-                raise ConfigError(
-                    f"{row.where}: message {number} of the field {key!r} must be an object with the texts "
-                    f"'role' and 'content'"
-                )
-        return tuple(chat_message(message) for message in value)
+        return tuple(chat_messages(row, key, value))
 
 
-def chat_message(message: Message) -> Message:
-    """Return a chat message without null values. Tool calls without a text get an empty one: few chat templates take
-    null or no content.
+def chat_messages(row: Row, key: str, messages: Sequence[object], *, calls: bool = False) -> Iterator[Message]:
+    """Return the chat messages of a field without null values. `calls`: they may call tools instead of having a text,
+    and get an empty one: few chat templates take null or no content.
     """
-    found = {key: value for key, value in message.items() if value is not None}
-    return found | {"content": found.get("content", "")} if found.get("tool_calls") else found
+    for number, message in enumerate(messages, start=1):
+        found = message if isinstance(message, dict) else {}
+        says = isinstance(found.get("content"), str) or (calls and found.get("tool_calls"))
+        if not isinstance(found.get("role"), str) or not says:
+            raise ConfigError(
+                f"{row.where}: message {number} of the field {key!r} must be an object with the texts 'role' and "
+                "'content'"
+            )
+        kept = {name: value for name, value in found.items() if value is not None}
+        yield kept | {"content": kept.get("content", "")} if kept.get("tool_calls") else kept
 
 
 def _without_nulls(value: object) -> object:

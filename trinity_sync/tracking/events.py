@@ -305,17 +305,9 @@ def _whole(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
 
 
-def _required_whole(value: object) -> object:
-    return MISSING if _whole(value) is None else value
-
-
-def _required_text(value: object) -> object:
-    return value if isinstance(value, str) else MISSING
-
-
 _CONVERT: Mapping[object, Callable[[object], object]] = {
-    "int": _required_whole,
-    "str": _required_text,
+    "int": lambda value: MISSING if _whole(value) is None else value,
+    "str": lambda value: value if isinstance(value, str) else MISSING,
     "float | None": lambda value: None if units.finite(value) is None else value,
     "str | None": lambda value: value if isinstance(value, str) else None,
     "bool": lambda value: value is True,

@@ -7,7 +7,6 @@ import os
 import re
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -79,7 +78,9 @@ class MlflowTracker(ProcessTracker):
             folder.mkdir(exist_ok=True)
             artifacts = None if uri else (folder / "artifacts").as_uri()
             uri = uri or _database(str(folder / "mlflow.db"))
-            with _without_patience(self.timeout_s):
+            # one short retry while the run waits for its start
+            limit_s = str(max(int(self.timeout_s / 3), 1))
+            with environment({"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": limit_s}):
                 self._client = MlflowClient(tracking_uri=uri, registry_uri=uri)
                 self._run_id = self._begin(run, folder / "run_id", artifacts)
                 self._describe(run)
@@ -140,12 +141,6 @@ def _database(path: str) -> str:
     forms = {path: path, quoted: path, f"file:{quoted}?uri=true": f"file:{quoted}"}
     urls = {f"sqlite:///{form}": named for form, named in forms.items()}
     return next(url for url, named in urls.items() if make_url(url).database == named)
-
-
-def _without_patience(limit_s: float) -> AbstractContextManager[None]:
-    """Limit MLflow to one short retry while the run waits for its start."""
-    seconds = str(max(int(limit_s / 3), 1))
-    return environment({"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": seconds})
 
 
 def _flat(value: object, key: str) -> Iterator[tuple[str, str]]:

@@ -319,12 +319,9 @@ class Recorder:
             self._late.append(event)
 
     def _add_late(self) -> None:
-        events = json_lines.JsonlWriter(self.folder.events)
-        try:
+        with contextlib.closing(json_lines.JsonlWriter(self.folder.events)) as events:
             for event in self._late:
                 events.append(event_line(event))
-        finally:
-            events.close()
 
     def _last_version(self) -> VersionJson | None:
         try:

@@ -164,7 +164,7 @@ def summarise(
     checkpoints: Path | None = None,
 ) -> Summary:
     """Compute the content of summary.json; metrics and events oldest first, `checkpoints` as in `kept_checkpoints`."""
-    rewards, losses = ([*_measured(line.get(name) for line in metrics)] for name in ("reward/mean", "loss"))
+    rewards, losses = (_recorded(metrics, name) for name in ("reward/mean", "loss"))
     steps = mean_steps(len(rewards or losses))
     return {
         "status": status,
@@ -181,8 +181,8 @@ def summarise(
         "samples": _samples(metrics),
         "mismatch": mismatch_figures(metrics),
         "rows": _rows(events),
-        "skipped_updates": int(sum(_measured(line.get(SKIPPED) for line in metrics))),
-        "failed_rewards": int(sum(sum(_measured(line.get(name) for line in metrics)) for name in _FAILED)),
+        "skipped_updates": int(sum(_recorded(metrics, SKIPPED))),
+        "failed_rewards": int(sum(sum(_recorded(metrics, name)) for name in _FAILED)),
         "peak_memory": dict(sorted((peak_memory or {}).items())),
         "faults": sum(isinstance(event, FaultEvent) for event in events),
         "shapes": _shapes(metrics, events, sync),
@@ -378,7 +378,7 @@ def checkpoint_figures(events: Sequence[Event], checkpoints: Path | None) -> Che
 
 
 def _shapes(metrics: Sequence[Record], events: Sequence[Event], sync: SyncFigures) -> ShapesFigures | None:
-    shares = _measured(line.get("model/share") for line in metrics)
+    shares = _recorded(metrics, "model/share")
     if not shares:
         return None
     nbytes, publish, load = sync["bytes_full"], sync["publish"]["total_s"]["median"], sync["load"]["total_s"]["median"]
@@ -407,7 +407,7 @@ def copies_taken(metrics: Iterable[Record], events: Iterable[Event]) -> list[flo
 
 
 def _samples(metrics: Sequence[Record]) -> SampleFigures:
-    columns = {name: _measured(line.get(name) for line in metrics) for name in _SAMPLES}
+    columns = {name: _recorded(metrics, name) for name in _SAMPLES}
     dropped, waited, mixed, mean, most = columns.values()
     return {
         "dropped": int(sum(dropped)) if dropped else None,
@@ -424,6 +424,10 @@ def _known(steps: Iterable[int | None]) -> list[int]:
 
 def _measured(values: Iterable[object]) -> list[float]:
     return [number for number in map(units.finite, values) if number is not None]
+
+
+def _recorded(metrics: Iterable[Record], name: str) -> list[float]:
+    return _measured(line.get(name) for line in metrics)
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -454,17 +458,13 @@ class MismatchFigures(TypedDict):
 
 def mismatch_figures(metrics: Sequence[Record]) -> MismatchFigures:
     """Compute the mismatch figures."""
-    kl, k3_kl, mean, most = (_measured_lines(metrics, name) for name in (KL, K3_KL, ABS_DIFF, ABS_DIFF_MAX))
+    kl, k3_kl, mean, most = (_recorded(metrics, name) for name in (KL, K3_KL, ABS_DIFF, ABS_DIFF_MAX))
     return {
         "kl": _mean(kl),
         "k3_kl": _mean(k3_kl),
         "log_prob_abs_diff": _mean(mean),
         "log_prob_abs_diff_max": max(most, default=None),
     }
-
-
-def _measured_lines(metrics: Sequence[Record], name: str) -> list[float]:
-    return [value for line in metrics if (value := units.finite(line.get(name))) is not None]
 
 
 # Validations.
@@ -535,13 +535,10 @@ def note_prunes(run: Path, pruned: Iterable[tuple[int, str, int]], checkpoints: 
     try:
         with RunFolder.open(run, resume=True) as folder:
             attempt = read_record(folder.run_json)["attempt"]
-            writer = json_lines.JsonlWriter(folder.events)
-            try:
+            with contextlib.closing(json_lines.JsonlWriter(folder.events)) as writer:
                 for step, reason, freed in pruned:
                     event = PruneEvent(time=time.time(), attempt=attempt, step=step, reason=reason, freed_bytes=freed)
                     writer.append(event_line(event))
-            finally:
-                writer.close()
             if folder.summary.exists():
                 with contextlib.suppress(ValueError):  # a damaged one says nothing of checkpoints
                     summary = dict(json.loads(folder.summary.read_bytes()))

@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib
 import json
 import netrc
+import re
 import uuid
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -193,13 +194,9 @@ def named(names: Names, step: int, values: Mapping[str, float]) -> Mapping[str, 
     found = {"training/global_step": float(step)}
     validated = _of_validation(values)
     for name, value in values.items():
-        for other in validated.get(name) or OF_VERL.get(name) or (_timing(name),):
+        for other in validated.get(name) or OF_VERL.get(name) or (re.sub("^timing/", "timing_s/", name),):
             found[other] = value
     return found
-
-
-def _timing(name: str) -> str:
-    return f"timing_s/{name.removeprefix('timing/')}" if name.startswith("timing/") else name
 
 
 def _of_validation(values: Mapping[str, float]) -> Mapping[str, tuple[str, ...]]:

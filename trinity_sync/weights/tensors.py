@@ -120,7 +120,7 @@ def saved_list(model: torch.nn.Module) -> dict[str, Saved]:
     live = _kept(model)
     # stand-ins for the model's tensors: each alone in its storage, and contiguous
     held = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in live.items()}
-    names = {_storage(tensor): name for name, tensor in held.items()}
+    names = {storage_of(tensor): name for name, tensor in held.items()}
     return {name: _saved(tensor, names) for name, tensor in _saved_form(model, held).items()}
 
 
@@ -158,7 +158,7 @@ def _saved(tensor: torch.Tensor, held: Mapping[int, str]) -> Saved:
     dtype, shape = from_torch(tensor.dtype), tuple(tensor.shape)
     strides = zip(shape, tensor.stride(), row_major(shape), strict=True)
     stride = tuple(plain if size == 1 else step for size, step, plain in strides)
-    view = Saved(dtype, shape, held.get(_storage(tensor)), stride, int(tensor.storage_offset()))
+    view = Saved(dtype, shape, held.get(storage_of(tensor)), stride, int(tensor.storage_offset()))
     return view if view.held is not None and is_rectangular(view) else Saved(dtype, shape, None)
 
 
@@ -207,7 +207,7 @@ def _sharing(state: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
     """Yield groups of names whose tensors overlap, names sorted. Tensors that only share a storage are groups of 1."""
     storages: dict[int, list[str]] = defaultdict(list)
     for name, tensor in state.items():
-        storages[_storage(tensor)].append(name)
+        storages[storage_of(tensor)].append(name)
     for names in storages.values():
         group: list[str] = []
         end = 0
@@ -221,8 +221,9 @@ def _sharing(state: Mapping[str, torch.Tensor]) -> Iterator[list[str]]:
         yield sorted(group)
 
 
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)  # unlike data_ptr, unique on the meta device too
+def storage_of(tensor: torch.Tensor) -> int:
+    """Return a number of its storage; unlike data_ptr, unique on the meta device too."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _span(tensor: torch.Tensor) -> tuple[int, int]:

@@ -316,7 +316,7 @@ def test_a_version_is_sent_only_after_a_meeting(make: Callable[..., Members]) ->
     [
         (
             {"mod": "nccl"},
-            r"engine_kwargs\.trinity\.mod=nccl: there is no such key, did you mean mode; the keys are mode,",
+            r"engine_kwargs\.trinity\.mod=nccl: there is no such key \(did you mean mode\?\); the keys are mode,",
         ),
         ({"mode": "shm"}, "trinity.mode=shm: expected one of memory, nccl, checkpoint"),
         ({"timeout_s": "60"}, "trinity.timeout_s=60: expected seconds"),

@@ -40,7 +40,7 @@ from trinity_sync.protocol.parts import rank_file
 from trinity_sync.weights import lora, shards
 from trinity_sync.weights.shard_file import ShardFileError, open_shard_file
 from trinity_sync.weights.shards import Rect, listed, matrix_view
-from trinity_sync.weights.tensors import byte_tensor, from_torch, loading_fault, saved_tensors, to_torch
+from trinity_sync.weights.tensors import byte_tensor, from_torch, loading_fault, saved_tensors, storage_of, to_torch
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -458,15 +458,15 @@ def saved_form(sources: Mapping[str, TensorReader], config: Path) -> dict[str, T
     names: dict[int, str] = {}
     for name in state:
         if name in sources:
-            names.setdefault(_storage(state[name]), name)
-    missing = sorted(name for name, tensor in saved.items() if name not in sources and _storage(tensor) not in names)
+            names.setdefault(storage_of(state[name]), name)
+    missing = sorted(name for name, tensor in saved.items() if name not in sources and storage_of(tensor) not in names)
     if missing:
         raise WeightsError(
             f"of the {type(model).__name__} that {config / CONFIG} describes, {listed(missing)} is missing"
         )
     found: dict[str, TensorReader] = {}
     for name, tensor in saved.items():
-        stored = name if name in sources else names[_storage(tensor)]
+        stored = name if name in sources else names[storage_of(tensor)]
         source, whole = sources[stored], known[stored]
         if source.info.shape != tuple(whole.shape):
             raise WeightsError(
@@ -485,8 +485,8 @@ def renamed(config: Path) -> dict[str, str]:
     model = made_of(config)
     if model is None:
         return {}
-    saved = {(_storage(one), one.shape): name for name, one in saved_tensors(model).items()}
-    names = {name: saved.get((_storage(one), one.shape), name) for name, one in model.named_parameters()}
+    saved = {(storage_of(one), one.shape): name for name, one in saved_tensors(model).items()}
+    names = {name: saved.get((storage_of(one), one.shape), name) for name, one in model.named_parameters()}
     return {name: other for name, other in names.items() if name != other}
 
 
@@ -512,7 +512,3 @@ def made_of(config: Path) -> torch.nn.Module | None:
         reason = str(error).strip().partition("\n")[0]
         raise WeightsError(f"{path} does not describe a model that transformers can make: {reason}") from error
     return model
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    return int(tensor.untyped_storage()._cdata)

@@ -6,7 +6,6 @@ A member's engine `read`s the user's keys and announces a `MemberReady`; the dri
 from __future__ import annotations
 
 import dataclasses
-import difflib
 import math
 import os
 import socket
@@ -15,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, NamedTuple
 
-from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.errors import ConfigError, RunError, near
 from trinity_sync.sync.links import SenderAddress
 from trinity_sync.weights import shards
 
@@ -66,8 +65,7 @@ def _place(backend: str) -> str:
 def _problem(key: str, value: object) -> str | None:
     known = [field.name for field in dataclasses.fields(WeightSyncSettings)]
     if key not in known:
-        near = difflib.get_close_matches(key, known, 1)
-        return f"there is no such key{f', did you mean {near[0]}' if near else ''}; the keys are {', '.join(known)}"
+        return f"there is no such key{near(key, known)}; the keys are {', '.join(known)}"
     if key in _CHOICES:
         choices = _CHOICES[key]
         return None if value in choices else f"expected one of {', '.join(str(one or 'null') for one in choices)}"
