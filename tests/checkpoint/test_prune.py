@@ -281,6 +281,15 @@ def test_a_claim_that_cannot_be_taken_away_is_no_fault_of_what_was_done_under_it
     assert steps(tmp_path) == []
 
 
+def test_a_checkpoint_to_which_a_resume_has_set_a_tracker_meanwhile_stays(tmp_path: Path) -> None:
+    for step in (10, 20):
+        commit(tmp_path, step, kind=STATE_DICT)
+    plan = prune_plan(tmp_path, [], now=100.0, keep_state_dicts=1)
+    write_tracker(tmp_path, STATE_DICT, 10)
+    assert prune(tmp_path, plan, now=100.0) == ([], [])
+    assert steps(tmp_path) == [10, 20]
+
+
 def test_what_was_deleted_before_the_disk_refused_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for step in (10, 20, 30, 40):
         commit(tmp_path, step)

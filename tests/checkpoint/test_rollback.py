@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.checkpoint.helpers import commit, stage
-from trinity_sync.checkpoint.folder import catalog, resume_point
-from trinity_sync.checkpoint.folder.contents import read_tracker, staging_dir, write_tracker
+from trinity_sync.checkpoint.folder import catalog, contents, resume_point
+from trinity_sync.checkpoint.folder.contents import read_tracker, staging_dir, step_dir, write_tracker
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 
@@ -25,6 +26,20 @@ def test_a_resume_sets_the_trackers_back_and_puts_later_weights_aside(tmp_path: 
     assert [info.step for info in catalog.scan(tmp_path)] == [10]
     assert (read_tracker(tmp_path, FULL).step, read_tracker(tmp_path, STATE_DICT).step) == (10, 10)
     assert not staging_dir(tmp_path, 40, 0).exists()
+
+
+def test_no_tracker_names_what_another_program_deletes_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for step in (5, 10):
+        commit(tmp_path, step, kind=STATE_DICT)
+
+    def delete(root: Path, step: int) -> None:
+        shutil.rmtree(step_dir(root, 10), ignore_errors=True)
+
+    monkeypatch.setattr(contents, "write_committed", delete)  # once the folder was read
+    resume_point.set_start(tmp_path, 10, 1)
+    assert read_tracker(tmp_path, STATE_DICT).step == 5
 
 
 @pytest.mark.parametrize("place", [".staging", ".versions", ".staging/20-0", ".versions/1", ".leases"])

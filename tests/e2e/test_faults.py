@@ -248,7 +248,7 @@ def test_a_preempted_run_saves_the_step_it_is_in_and_goes_on_from_there(folder: 
 BROKEN_REWARD = """\
 def broken(prompt, response):
     print(f"judging {prompt.text}")
-    return share(len(response), 0)
+    return share(len(response), int(response == prompt.answer))  # the start tries the answer
 
 
 def share(part, whole):

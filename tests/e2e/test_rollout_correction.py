@@ -27,7 +27,7 @@ def assert_measured(run: Run, *, fresh: bool = True, rounded: bool = True) -> No
         assert line["rollout_corr/log_prob_abs_diff_max"] < 0.1 or not fresh
     largest = max(line["rollout_corr/log_prob_abs_diff_max"] for line in steps)
     assert run.summary["mismatch"]["log_prob_abs_diff_max"] == largest
-    drawn = "Mismatch of explorers and trainer by step" in (run.folder / "report.html").read_text()
+    drawn = "Mismatch by step" in (run.folder / "report.html").read_text()
     assert drawn or largest == 0
 
 

@@ -35,7 +35,8 @@ if TYPE_CHECKING:
 
 def trash_checkpoint(root: Path, manifest: Manifest, *, now: float) -> bool:
     """Move a checkpoint to the trash; `empty_trash` frees its bytes. Return False if it stays: it is pinned or leased,
-    or its place has another checkpoint by now, or one of verl's. Times are Unix seconds.
+    or its place has another checkpoint by now, or one of verl's, or a resume has set a tracker to it. Times are Unix
+    seconds.
     """
     target = contents.step_dir(root, manifest.step)
     with leases.claimed(root, manifest, now=now) as free:
@@ -48,7 +49,8 @@ def trash_checkpoint(root: Path, manifest: Manifest, *, now: float) -> bool:
             return False
         try:
             # Our claim may have expired while this program was stopped, and a reader may have leased it.
-            if leases.blockers(root, manifest, now=now) or not _is(condemned, manifest) or of_verl(condemned, manifest):
+            used = leases.blockers(root, manifest, now=now) or manifest.step in _named(root)
+            if used or not _is(condemned, manifest) or of_verl(condemned, manifest):
                 _put_back(root, condemned)
                 return False
             note_deletion(root, manifest)
@@ -291,6 +293,11 @@ def facts_of(manifest: Manifest, pins: Collection[tuple[int, int]], **states: bo
         pinned=(manifest.step, manifest.attempt) in pins,
         **states,
     )
+
+
+def _named(root: Path) -> set[int | None]:
+    """Return the steps that the trackers name."""
+    return {tracker.step for tracker in _trackers(root).values()}
 
 
 def _trackers(root: Path) -> dict[Kind, contents.TrackerFile]:

@@ -185,14 +185,10 @@ def set_start(root: Path, step: int, attempt: int, *, of_verl: bool = False) -> 
     check_start(root, step, of_verl=of_verl)
     recover(root, clock=time.time)
     unlink_notes(root, attempt)
-    infos = scan(root)
-    # The step of the resume may be verl's own.
-    full = [info.step for info in infos if info.kind == FULL or (info.step == step and info.state == "verl")]
     # Trackers first: after a crash in between they name an existing checkpoint.
-    if root.is_dir():
-        contents.write_committed(root, max((of for of in full if of <= step), default=0))
-    for kind, steps in ((STATE_DICT, [info.step for info in infos if info.manifest is not None] + full), (FULL, full)):
-        contents.write_tracker(root, kind, max((of for of in steps if of <= step), default=None))
+    infos, gone = _set_trackers(root, step)
+    while gone:  # another program has deleted it meanwhile; it looks for the trackers before it does
+        infos, gone = _set_trackers(root, step)
     abandoned = []
     for info in infos:
         if info.step > step:
@@ -203,6 +199,20 @@ def set_start(root: Path, step: int, attempt: int, *, of_verl: bool = False) -> 
     if abandoned:
         sync_folder(root)
     return abandoned
+
+
+def _set_trackers(root: Path, step: int) -> tuple[list[CheckpointInfo], bool]:
+    """Set the trackers to the newest checkpoints until a step; return all, and whether one that is named is gone."""
+    infos = scan(root)
+    # The step of the resume may be verl's own.
+    full = [info.step for info in infos if info.kind == FULL or (info.step == step and info.state == "verl")]
+    if root.is_dir():
+        contents.write_committed(root, max((of for of in full if of <= step), default=0))
+    named = []
+    for kind, steps in ((STATE_DICT, [info.step for info in infos if info.manifest is not None] + full), (FULL, full)):
+        named.append(max((of for of in steps if of <= step), default=None))
+        contents.write_tracker(root, kind, named[-1])
+    return infos, any(of is not None and not step_dir(root, of).is_dir() for of in named)
 
 
 # Checks that a run may continue from a checkpoint or an exported adapter: the same kind of weights, the same base and
