@@ -33,7 +33,7 @@ AIMS = {
 """The figures to reach; at most so many of each."""
 
 LIMITS = {
-    "lines": 68_700,
+    "lines": 69_020,
     "modules": 303,
     "docstring lines / code lines": 0.26,
     "import lines / code lines": 0.11,

@@ -31,6 +31,7 @@ TARGETS = (
     "trinity_sync.protocol.retention.KeepEvery",
     "trinity_sync.protocol.retention.KeepFor",
     "trinity_sync.protocol.retention.KeepLast",
+    "trinity_sync.protocol.retention.KeepVersions",
     "trinity_sync.protocol.retention.KeepWithinBudget",
     "trinity_sync.sync.checkpoint.CheckpointMode",
     "trinity_sync.sync.memory.MemoryMode",

@@ -556,11 +556,20 @@ def test_durations_and_sizes_may_be_given_as_text(override: str, plain: float) -
 
 
 def test_retention_policies_are_built_from_the_classes_that_their_options_name() -> None:
-    names = ["keep_all", "keep_last", "keep_every", "keep_best", "keep_for", "keep_within_budget"]
+    names = ["keep_all", "keep_last", "keep_every", "keep_best", "keep_for", "keep_within_budget", "keep_versions"]
     assert names == list(POLICIES)
     built = config.retention_policies(compose([f"retention=[{','.join(names)}]"]))
     assert [type(policy) for policy in built] == list(POLICIES.values())
     assert [policy.name for policy in built] == names
+
+
+@pytest.mark.parametrize("sync", [["sync=memory", "sync.encoding=delta"], ["sync=checkpoint"], ["sync=nccl"]], ids=str)
+def test_versions_are_kept_where_they_travel_as_files_of_deltas(sync: list[str]) -> None:
+    keep = "retention=[keep_last,keep_versions]"
+    assert refused(keep, *sync).startswith(
+        "retention.policies.keep_versions is for sync=checkpoint sync.encoding=delta"
+    )
+    check(compose([keep, "sync=checkpoint", "sync.encoding=delta"]))
 
 
 def test_a_policy_of_ours_may_be_given_by_its_name_alone() -> None:

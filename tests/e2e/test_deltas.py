@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 
 from tests.e2e.runs import Run, launch, resume
 from tests.models.test_shapes import SMALL
+from trinity_sync.cli import main as cli
 
 pytestmark = pytest.mark.all  # tests/sync tries the same parts, test_resume.py a run
 
@@ -83,3 +85,34 @@ def test_a_resume_from_an_older_step_begins_with_a_full_version(tmp_path: Path) 
     assert [event["encoding"] for event in mine] == ["full", "delta", "delta", "delta"]
     assert [event["digest"] for event in mine[1:]] == [run.digests[step] for step in (3, 4, 5)]
     assert not again.events("fault")
+
+
+def test_every_version_of_a_run_is_written_again_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Also those of an attempt that a resume went behind, and those after a lost delta."""
+
+    def written(version: str) -> str | None:
+        code = cli.main(["weights", str(run.folder), version, "-o", str(tmp_path / version), "--json"])
+        told, _ = capsys.readouterr()
+        shutil.rmtree(tmp_path / version, ignore_errors=True)
+        return json.loads(told)["digest"] if code == 0 else None
+
+    keep = ("retention=[keep_last,keep_versions]", "retention.policies.keep_versions.base_every=4")
+    run = launch(
+        tmp_path / "run", "sync=checkpoint", *DELTA, *keep, "trainer.steps=7", "retention.policies.keep_last.n=9"
+    )
+    assert_followed_by_deltas(run)
+    first = run.digests
+    assert {step: written(str(step)) for step in first} == first
+    run.go_back_to(2)
+    again = resume(run.folder, "--skip-unreadable")
+    assert again.code == 0, again.output
+    second = {event["version"]: event["digest"] for event in again.events("publish") if event["attempt"] == 1}
+    assert sorted(second) == [2, 3, 4, 5, 6, 7]
+    assert {step: written(f"0-{step}") for step in first} == first
+    assert {step: written(f"1-{step}") for step in second} == second
+    deltas = run.folder / "checkpoints" / ".deltas"
+    assert {path.parent.name for path in deltas.glob("*/global_step_*")} == {"0-0", "0-4", "1-2", "1-6"}
+    for path in deltas.glob("1-4/*-from-1-3.delta"):
+        path.unlink()
+    assert not any(written(str(step)) for step in (4, 5))
+    assert written(str(6)) == second[6]

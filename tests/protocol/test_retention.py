@@ -17,6 +17,7 @@ from trinity_sync.protocol.retention import (
     KeepEvery,
     KeepFor,
     KeepLast,
+    KeepVersions,
     KeepWithinBudget,
     Policy,
     decide,
@@ -147,6 +148,22 @@ def test_the_budget_takes_the_oldest_that_only_one_policy_keeps_first() -> None:
 
 def test_a_budget_alone_keeps_the_newest_that_fit() -> None:
     assert kept([full(1), full(2), full(3)], KeepWithinBudget(20)) == [2, 3]
+
+
+def test_a_policy_that_keeps_versions_neither_keeps_nor_deletes_checkpoints() -> None:
+    checkpoints = [full(1), full(2), full(3)]
+    assert kept(checkpoints, KeepVersions()) == [1, 2, 3]
+    assert kept(checkpoints, KeepVersions(), KeepLast(1)) == [3]
+
+
+def test_the_bytes_of_a_history_count_for_a_budget() -> None:
+    checkpoints = [full(1), full(2), full(3)]
+    [*_, newest] = decide(checkpoints, (KeepVersions(), KeepWithinBudget(30)), NOW, history=15)
+    assert [one.keep for one in decide(checkpoints, (KeepWithinBudget(35),), NOW, history=15)] == [False, True, True]
+    assert [one.keep for one in decide(checkpoints, (KeepWithinBudget(20),), NOW, history=15)] == [False, False, True]
+    assert newest.warnings == ()
+    [*_, newest] = decide(checkpoints, (KeepWithinBudget(20),), NOW, history=15)
+    assert "and the history of versions (15 bytes), take 25 bytes" in newest.warnings[0]
 
 
 def test_a_budget_that_cannot_be_met_is_a_warning_not_a_deletion() -> None:

@@ -20,15 +20,16 @@ from tests.weights.helpers import reference_digest
 from trinity_sync.actors.agent_client import AgentClient, SharedDelta
 from trinity_sync.actors.synchronizer_client import Sealed
 from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.protocol.parts import version_folder
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync import Synchronizer
 from trinity_sync.sync.base import ExplorerSide, LayoutCache, Published
 from trinity_sync.sync.checkpoint import CheckpointMode, DeltaPublisher
-from trinity_sync.sync.deltas import DeltaTransport, KeptDeltas, Route, VersionIndex, find_route, version_folder
+from trinity_sync.sync.deltas import DeltaTransport, KeptDeltas
 from trinity_sync.sync.memory import MemoryMode
 from trinity_sync.sync.weight_loader import WeightLoader
 from trinity_sync.weights.delta import DeltaError
-from trinity_sync.weights.part_delta import EncodedDelta
+from trinity_sync.weights.part_delta import EncodedDelta, Route, VersionIndex, find_route
 
 
 def also(*values: Any) -> list[Any]:
@@ -95,7 +96,7 @@ class Run:
 
     def route(self, held: Version | None) -> Route | None:
         """The way to the newest version."""
-        read = lambda version: VersionIndex.read(version_folder(self.deltas, version))  # noqa: E731
+        read = lambda version: VersionIndex.read(version_folder(self.deltas, version) / "index.json")  # noqa: E731
         return find_route(self.published[-1], held, self.full_bytes, read)
 
     def lose(self) -> None:

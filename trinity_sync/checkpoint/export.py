@@ -11,25 +11,39 @@ import os
 import secrets
 import shutil
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Literal
 
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
 
-from trinity_sync.checkpoint.folder.contents import BASE_NOTE, Base, step_of
+from trinity_sync.checkpoint.folder.catalog import verify
+from trinity_sync.checkpoint.folder.contents import BASE_NOTE, DELTAS, Base, read_manifest, step_of
 from trinity_sync.checkpoint.folder.leases import check_free
-from trinity_sync.checkpoint.reading import TensorInfo, Weights, WeightsError, open_weights
-from trinity_sync.checkpoint.reading.verl_shards import INDEX, Stored, is_hugging_face, made_of, open_hugging_face
+from trinity_sync.checkpoint.reading import RestoredVersion, TensorInfo, Weights, WeightsError, open_weights
+from trinity_sync.checkpoint.reading.verl_shards import (
+    INDEX,
+    Stored,
+    is_hugging_face,
+    made_of,
+    open_hugging_face,
+    part_files,
+)
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.host.durable import sync_folder, write_all
 from trinity_sync.models.files import CONFIG, ModelFiles, is_weights
-from trinity_sync.protocol.parts import LeftOut
+from trinity_sync.protocol.parts import HISTORY, LeftOut, delta_file, version_folder
 from trinity_sync.weights import shards
+from trinity_sync.weights.delta import DeltaError
 from trinity_sync.weights.digests import version_digest
 from trinity_sync.weights.lora import CONFIG_FILE, WEIGHTS_FILE
+from trinity_sync.weights.part_delta import PartDelta, Point, VersionIndex, find_route
+from trinity_sync.weights.shard_file import open_shard_file
 from trinity_sync.weights.shards import is_floating, listed
 from trinity_sync.weights.tensors import digest_entry, kept_by_class, saved_list, to_torch, tower
 from trinity_sync.weights.wire import WireFormat, kept_names
@@ -82,6 +96,7 @@ def export_checkpoint(
     form: Form | None = None,
     base: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
+    version: RestoredVersion | None = None,
 ) -> Exported:
     """Write the weights of a checkpoint as a folder that ``AutoModelForCausalLM.from_pretrained`` and vLLM load.
 
@@ -98,6 +113,7 @@ def export_checkpoint(
         base: folder of the adapter's base in Hugging Face format, with its draft heads; None: the base that the run
             began with.
         progress: called with (bytes written, bytes in all) after each tensor.
+        version: written in place of the weights in `folder`, which is its base; see `restored`.
 
     Raises:
         ConfigError: `output` is taken, `dtype` is unknown, there is no config of the model or no base of the adapter,
@@ -113,7 +129,7 @@ def export_checkpoint(
     if config is not None and not (config / CONFIG).is_file():
         raise ConfigError(f"{config} has no {CONFIG}; name a folder with a model's config and tokenizer")
     check_free(output)
-    opened = weights = open_weights(folder, config)
+    opened = weights = open_weights(folder, config, version)
     if not weights.adapter and (form is not None or base is not None):
         raise ConfigError(f"{folder} holds whole weights and no LoRA adapter: leave --adapter, --merged and --base out")
     if form == "merged":
@@ -275,6 +291,71 @@ def _check_links(config: Path, opened: Path) -> None:
             )
 
 
+# Versions of a run's history: made from a base and deltas in a temporary folder, and exported from there.
+
+
+_ANY_BYTES = 1 << 60
+"""The size of a base, for the search of a route, which may have any number of bytes."""
+
+
+@contextmanager
+def restored(root: Path, version: Point, output: Path) -> Iterator[RestoredVersion]:
+    """Make a version (attempt, step) of the history in a checkpoint folder for an export to `output`, next to which it
+    lies meanwhile. Raises RunError: nothing leads to it any more, or the disk refused.
+    """
+    above = next(parent for parent in output.absolute().parents if parent.is_dir())
+    try:
+        with TemporaryDirectory(prefix=f".{output.name}.", suffix=".tmp", dir=above) as into:
+            yield restore_version(root, version, Path(into))
+    except OSError as error:
+        raise RunError(f"{output} cannot be written: {error.strerror or error}") from error
+
+
+def restore_version(root: Path, version: Point, into: Path) -> RestoredVersion:
+    """Make a version of the history from the base and the deltas that lead to it with the fewest bytes. What is lost or
+    damaged is left out, and another way tried. Raises RunError, OSError.
+    """
+    deltas, lost, faults = root / DELTAS, set[object](), list[str]()
+
+    def index_of(at: Point) -> VersionIndex | None:
+        try:
+            index = VersionIndex.read(version_folder(deltas, at) / HISTORY)
+        except DeltaError as error:
+            faults.append(str(error))
+            return None
+        found = [one for one in index.deltas if (one[0], at) not in lost]
+        return index._replace(full=None if at in lost else index.full, deltas=found)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        while (route := find_route(version, None, _ANY_BYTES, index_of)) is not None and route.full is not None:
+            base = root / route.full[1]
+            if not (report := verify(base)).ok:
+                faults.append(report.problems[0])
+                lost.add(route.full[0])
+                continue
+            digest = VersionIndex.read(version_folder(deltas, version) / HISTORY).digest
+            manifest = replace(read_manifest(base), attempt=version[0], step=version[1], digest=digest)
+            files = part_files(base / "actor")
+            if not route.starts:
+                return RestoredVersion(base, manifest, files)
+            _check_room(into, 2 * manifest.bytes)
+            files = [Path(shutil.copyfile(file, into / file.name)) for file in files]
+            parts = [open_shard_file(file, writable=True) for file in files]
+            for step in route.steps(version):
+                try:
+                    for layout, data in parts:
+                        path = version_folder(deltas, step[1]) / delta_file(layout.part, step[0])
+                        PartDelta.read(path, layout, step).apply(layout, data, pool)
+                except DeltaError as error:
+                    faults.append(str(error))
+                    lost.add(step)
+                    break
+            else:
+                return RestoredVersion(base, manifest, files)
+    name = f"step {version[1]} of attempt {version[0]}"
+    raise RunError(f"{name} cannot be restored: no base and deltas lead to it: {faults[0] if faults else deltas}")
+
+
 # Checks of an export against the manifest: weights, an adapter's base, draft heads.
 
 
@@ -308,6 +389,11 @@ def check_digest(weights: Weights, wire_digest: str) -> str | None:
     # Old manifests do not name the dtypes; other dtypes than the usual ones cost another pass over the weights.
     if any(weights.digest(other) == expected for other in wires[1:]):
         return expected
+    if weights.manifest is not None and DELTAS in weights.folder.parts:
+        raise RunError(
+            f"the weights of step {weights.manifest.step} that were made from {weights.folder} have the digest "
+            f"{wire_digest}, but the version had {expected}; nothing was written"
+        )
     raise RunError(
         f"the weights in {weights.folder} have the digest {wire_digest} in {wires[0].dtype}, but its manifest "
         f"says {expected}: they differ from the committed ones, and nothing was exported; `trinity-sync ckpt verify` "

@@ -13,7 +13,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from trinity_sync.checkpoint.folder import leases
-from trinity_sync.checkpoint.folder.catalog import CheckpointInfo, locate, scan, verify, with_files_seen
+from trinity_sync.checkpoint.folder.catalog import (
+    CheckpointInfo,
+    history,
+    history_bytes,
+    locate,
+    scan,
+    shared_bytes,
+    verify,
+    with_files_seen,
+)
 from trinity_sync.checkpoint.folder.contents import read_tracker
 from trinity_sync.checkpoint.folder.deletion import prune, prune_plan
 from trinity_sync.cli.runs import ALLOW_TARGET_HELP
@@ -110,6 +119,10 @@ def _list(options: argparse.Namespace) -> int:
         ],
         colours={text: "red" for row in rows for text in row["problems"]} | {"leased": "cyan", "pinned": "cyan"},
     )
+    if versions := history(root):
+        shared = units.size(sum(map(shared_bytes, infos)))
+        told = f"{units.plural(len(versions), 'version')}, {units.size(history_bytes(root))}"
+        print(f"history: {told}, of which checkpoints above have {shared}; `trinity-sync weights` writes each")
     return 0
 
 

@@ -114,6 +114,11 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
     _add_commands(commands)
     verl_commands.add_commands(commands)
     completion.add_commands(commands)
+    weights = commands.add_parser("weights", help="write the weights of any version of a run that keeps its versions")
+    if chosen == "weights":
+        from trinity_sync.cli import weights_commands
+
+        weights_commands.add_weights(weights)
     ckpt = commands.add_parser("ckpt", help="list, inspect, verify, export, compare, prune and pin checkpoints")
     if chosen == "ckpt":
         # its commands import more than the others

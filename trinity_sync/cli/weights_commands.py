@@ -1,4 +1,4 @@
-"""`trinity-sync ckpt export` and `ckpt diff`, which read weights. torch is imported when one of them runs."""
+"""`trinity-sync weights`, `ckpt export` and `ckpt diff`. torch is imported when one of them runs."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ import json
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from trinity_sync.checkpoint.folder import leases
-from trinity_sync.checkpoint.folder.catalog import scan
-from trinity_sync.checkpoint.folder.contents import step_of
+from trinity_sync.checkpoint.folder.catalog import history, scan
+from trinity_sync.checkpoint.folder.contents import DELTAS, step_of
 from trinity_sync.checkpoint.folder.leases import check_free, find_config
 from trinity_sync.cli.checkpoints import PATH_HELP, add_step, find, given_step, newest, of_step
 from trinity_sync.cli.tables import print_json, print_table
 from trinity_sync.errors import ConfigError
+from trinity_sync.protocol.parts import version_folder
 from trinity_sync.tracking import units
 from trinity_sync.tracking.units import progress_bar
 
@@ -37,6 +38,10 @@ sharded with an index where they are large. PATH may also be a checkpoint that v
 checkpoint's manifest has a digest, the weights must have it: exit code 1 where they do not, and nothing is written. A
 LoRA run's checkpoint holds the adapter: it is written as a folder of peft's, or merged into its base (--merged)."""
 
+_WEIGHTS = """\
+Write the weights of any version of a run with retention=[keep_last,keep_versions], as `ckpt export` does. They must
+have the version's digest: exit code 1 where they do not, or where what leads to the version is lost."""
+
 _DIFF = """\
 Compare the weights of two checkpoints bit by bit. A and B: a step folder, a run (its newest checkpoint) or a Hugging
 Face folder. A line per tensor that differs: elements changed, the largest and the mean absolute difference, and the
@@ -48,26 +53,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     export = commands.add_parser("export", help="write a Hugging Face folder", description=_EXPORT)
     export.add_argument("path", type=Path, metavar="PATH", help=PATH_HELP)
     add_step(export, "the step; the newest if left out")
-    export.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="folder to write; new or empty")
-    export.add_argument(
-        "--dtype",
-        choices=_DTYPES,
-        default="bf16",
-        help="dtype of floating tensors (default: bf16, which versions travel in by default)",
-    )
-    export.add_argument(
-        "--max-shard-size", type=_size, default="5GB", metavar="SIZE", help="largest file of weights (default: 5GB)"
-    )
-    export.add_argument(
-        "--config", type=Path, metavar="DIR", help="folder with config and tokenizer, where the checkpoint has none"
-    )
-    form = export.add_mutually_exclusive_group()
-    form.add_argument("--adapter", action="store_true", help="of a LoRA run: the adapter, as peft loads it (default)")
-    form.add_argument("--merged", action="store_true", help="of a LoRA run: the adapter merged into its base")
-    export.add_argument(
-        "--base", type=Path, metavar="DIR", help="with --merged: the base, where it is not in the run's model.path"
-    )
-    export.add_argument("--json", action="store_true", help="print one JSON document")
+    _add_options(export, "bf16", "which versions travel in by default")
     export.set_defaults(command=_export)
 
     diff = commands.add_parser(
@@ -85,22 +71,60 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     diff.set_defaults(command=_diff)
 
 
+def add_weights(weights: argparse.ArgumentParser) -> None:
+    """Add the arguments to the parser of `trinity-sync weights`."""
+    weights.description = _WEIGHTS
+    weights.add_argument("path", type=Path, metavar="RUN", help="folder of a run, or of its checkpoints")
+    weights.add_argument(
+        "version",
+        type=_version,
+        metavar="VERSION",
+        help="its step, of the newest attempt with it; or ATTEMPT-STEP",
+    )
+    _add_options(weights, "as-saved", "the bits of the version")
+    weights.set_defaults(command=_export)
+
+
+def _add_options(export: argparse.ArgumentParser, dtype: str, why: str) -> None:
+    export.add_argument("-o", "--output", type=Path, required=True, metavar="DIR", help="folder to write; new or empty")
+    export.add_argument(
+        "--dtype", choices=_DTYPES, default=dtype, help=f"dtype of floating tensors (default: {dtype}, {why})"
+    )
+    export.add_argument(
+        "--max-shard-size", type=_size, default="5GB", metavar="SIZE", help="largest file of weights (default: 5GB)"
+    )
+    export.add_argument(
+        "--config", type=Path, metavar="DIR", help="folder with config and tokenizer, where the checkpoint has none"
+    )
+    form = export.add_mutually_exclusive_group()
+    form.add_argument("--adapter", action="store_true", help="of a LoRA run: the adapter, as peft loads it (default)")
+    form.add_argument("--merged", action="store_true", help="of a LoRA run: the adapter merged into its base")
+    export.add_argument(
+        "--base", type=Path, metavar="DIR", help="with --merged: the base, where it is not in the run's model.path"
+    )
+    export.add_argument("--json", action="store_true", help="print one JSON document")
+
+
 # ---- commands
 
 
 def _export(options: argparse.Namespace) -> int:
-    folder = _weights_of(options.path, given_step(options))
+    wanted = _wanted(options) if "version" in options else None
+    folder = _weights_of(options.path, given_step(options)) if wanted is None else wanted[0]
     check_free(options.output)
-    from trinity_sync.checkpoint.export import export_checkpoint
+    from trinity_sync.checkpoint.export import export_checkpoint, restored
 
-    with _leased(folder) as keep, progress_bar("exporting", shown=not options.json) as progress:
+    with ExitStack() as opened:
+        made = None if wanted is None else opened.enter_context(restored(*wanted, options.output))
+        keep = opened.enter_context(_leased(folder))  # a history needs none
+        progress = opened.enter_context(progress_bar("exporting", shown=not options.json))
 
         def report(done: int, total: int) -> None:
             keep()
             progress(done, total)
 
         done = export_checkpoint(
-            folder,
+            folder if made is None else made.base,
             options.output,
             dtype=options.dtype,
             max_shard_bytes=options.max_shard_size,
@@ -108,12 +132,14 @@ def _export(options: argparse.Namespace) -> int:
             form="merged" if options.merged else "adapter" if options.adapter else None,
             base=options.base,
             progress=report,
+            version=made,
         )
+    source = done.source if wanted is None else version_folder(wanted[0] / DELTAS, wanted[1])
     if options.json:
         return print_json(
             {
-                "source": str(done.source),
-                "step": step_of(done.source.resolve().name),
+                "source": str(source),
+                "step": step_of(source.resolve().name) if wanted is None else wanted[1][1],
                 "format": done.format,
                 "output": str(done.output),
                 "files": list(done.files),
@@ -129,9 +155,10 @@ def _export(options: argparse.Namespace) -> int:
     amount = (
         f"{units.plural(done.tensors, 'tensor')}, {units.size(done.bytes)} in {units.plural(len(done.files), 'file')}"
     )
-    print(f"{done.source} ({done.format})\n-> {done.output}: {amount}, {', '.join(done.dtypes)}")
+    print(f"{source} ({done.format})\n-> {done.output}: {amount}, {', '.join(done.dtypes)}")
     # the manifest's digest is the adapter's; it is checked before the merge
-    print(f"digest {done.digest}{'' if options.merged else _checked(done.digest, done.checked)}")
+    of = "the manifest" if wanted is None else "the version"
+    print(f"digest {done.digest}{'' if options.merged else _checked(done.digest, done.checked, of)}")
     if done.left_out:
         print(f"with {units.plural(len(done.left_out), 'tensor')} of the model's folder that were not trained")
     if done.missing:
@@ -143,10 +170,10 @@ def _export(options: argparse.Namespace) -> int:
     return 0
 
 
-def _checked(digest: str, manifest: str | None) -> str:
+def _checked(digest: str, manifest: str | None, of: str) -> str:
     if manifest is None:
         return " (the checkpoint has none to compare with)"
-    return ", that of the manifest" if digest == manifest else f"; in wire dtype {manifest}, that of the manifest"
+    return f", that of {of}" if digest == manifest else f"; in wire dtype {manifest}, that of {of}"
 
 
 def _diff(options: argparse.Namespace) -> int:
@@ -207,6 +234,35 @@ def _weights_of(path: Path, step: int | None) -> Path:
     if step is not None:
         return of_step(root, scan(root), step)[0].path
     return newest(root).path
+
+
+def _version(text: str) -> tuple[int | None, int]:
+    attempt, _, step = text.rpartition("-")
+    if not re.fullmatch(r"(\d+-)?\d+", text, re.ASCII):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a version; expected a step, or ATTEMPT-STEP such as 1-20")
+    return int(attempt) if attempt else None, int(step)
+
+
+def _wanted(options: argparse.Namespace) -> tuple[Path, tuple[int, int]]:
+    """Return the checkpoint folder, and the version (attempt, step) of its history that the user named."""
+    root, in_path = find(options.path, None)
+    if in_path is not None:
+        raise ConfigError(f"{options.path} is one step; name the run: {root.parent}")
+    there, (attempt, step) = history(root), options.version
+    if not there:
+        raise ConfigError(
+            f"{options.path} has no history of versions: it is of runs with retention=[keep_last,keep_versions]; its "
+            "checkpoints are exported by `trinity-sync ckpt export`"
+        )
+    found = [one for one in there if one[1] == step and attempt in (None, one[0])]
+    if found:
+        return root, found[-1]
+    by_attempt = {one: [of for an, of in there if an == one] for one, _ in there}
+    spans = [f"{steps[0]} to {steps[-1]} of attempt {one}" for one, steps in by_attempt.items()]
+    asked = f"step {step}" + ("" if attempt is None else f" of attempt {attempt}")
+    older = step < min(min(steps) for steps in by_attempt.values())
+    why = "is older than the history, so it was not kept" if older else "was not published, or not kept"
+    raise ConfigError(f"{options.path}: {asked} {why}; there are {', '.join(spans)}")
 
 
 @contextmanager

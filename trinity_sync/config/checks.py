@@ -48,6 +48,7 @@ from trinity_sync.config.model_checks import (
 )
 from trinity_sync.config.schema import Config, build_policy
 from trinity_sync.errors import ConfigError, near
+from trinity_sync.protocol.retention import KeepVersions
 from trinity_sync.weights.slots import DEFAULT_ROOT
 
 # base classes of the options of these groups, as text since their packages lie above this one
@@ -323,7 +324,10 @@ def _check_retention(get: Get) -> Iterator[Problem]:
                 yield Problem(f"{key}.{TARGET}", f"is {target}, which cannot be used: {reason}")
             continue  # it is built by `check_inputs`
         try:
-            build_policy(str(name), plain(node))
+            policy = build_policy(str(name), plain(node))
+            if isinstance(policy, KeepVersions) and (get("sync.mode"), get("sync.encoding")) != ("checkpoint", "delta"):
+                told = "is for sync=checkpoint sync.encoding=delta, where versions are files; choose these"
+                yield Problem(key, f"{told}, or leave keep_versions out of retention")
         except ConfigError as error:
             # policies know their ranges and name the key themselves
             key, _, text = str(error).partition(" ")

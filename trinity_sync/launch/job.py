@@ -8,7 +8,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from trinity_sync.config import build
+from trinity_sync.config import build, retention_policies
 from trinity_sync.host import interrupts
 from trinity_sync.launch.actors import Actors, Setup
 from trinity_sync.launch.sample_source import (
@@ -120,10 +120,11 @@ class Job:
 
     def _publisher(self, saves: SaveSettings) -> Publisher:
         from trinity_sync.checkpoint.folder.contents import DELTAS
+        from trinity_sync.protocol.retention import KeepVersions
         from trinity_sync.sync.base import SyncMode, TrainerSide
         from trinity_sync.trainer.full_saves import WeightSaves
 
-        cfg, actors = self._cfg.sync, self.actors
+        cfg, actors, policies = self._cfg.sync, self.actors, retention_policies(self._cfg)
         side = TrainerSide(
             synchronizer=actors.synchronizer,
             agents=actors.agents,
@@ -132,6 +133,7 @@ class Job:
             use_gpu=self._setup.use_gpu,
             store=WeightSaves(actors.monitor, saves, self._recorder, cfg.durable),
             deltas=self._start.checkpoints / DELTAS,
+            base_every=next((one.base_every for one in policies if isinstance(one, KeepVersions)), None),
         )
         return build("sync", vars(cfg), SyncMode).publisher(side)  # type: ignore[type-abstract]
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import PurePosixPath
+from pathlib import Path, PurePosixPath
 from typing import Literal, TypeAlias, TypedDict
 
 Kind: TypeAlias = Literal["full", "state_dict"]
@@ -389,6 +389,18 @@ def part_name(rank: int) -> str:
 def shard_file(part: str) -> str:
     """Return the path of a part's file in a checkpoint folder."""
     return f"actor/weights_{part}.safetensors"
+
+
+INDEX = "index.json"
+"""In a version's folder: what readers in the run need. Missing once none needs the version."""
+
+HISTORY = "history.json"
+"""Likewise of a version of a history: what leads to it for good, and its digest."""
+
+
+def version_folder(root: Path, version: tuple[int, int]) -> Path:
+    """Return the folder of a version below that of all deltas."""
+    return root / f"{version[0]}-{version[1]}"
 
 
 def delta_file(part: str, start: tuple[int, int]) -> str:

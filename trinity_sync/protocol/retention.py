@@ -245,8 +245,24 @@ class KeepWithinBudget(Policy):
         return self.bytes
 
 
+@dataclass(frozen=True, slots=True)
+class KeepVersions(Policy):
+    """Keep every published version of the run restorable, as deltas over one base of every `base_every` versions. It
+    keeps no checkpoint, and `decide` goes by the other policies.
+    """
+
+    name: ClassVar[str] = "keep_versions"
+    base_every: int = 512
+
+    def __post_init__(self) -> None:
+        _at_least_one("keep_versions.base_every", self.base_every)
+
+    def kept(self, checkpoints: Sequence[CheckpointFacts], now: float) -> Mapping[int, str]:
+        return {}
+
+
 POLICIES: Mapping[str, type[Policy]] = {
-    policy.name: policy for policy in (KeepAll, KeepLast, KeepEvery, KeepBest, KeepFor, KeepWithinBudget)
+    policy.name: policy for policy in (KeepAll, KeepLast, KeepEvery, KeepBest, KeepFor, KeepWithinBudget, KeepVersions)
 }
 """The built-in policies by name."""
 
@@ -298,18 +314,21 @@ def decide(
     clock_now: float,
     *,
     keep_state_dicts: int = 2,
+    history: int = 0,
 ) -> list[Decision]:
     """Decide which of these committed checkpoints stay; return one decision per checkpoint, oldest first.
 
     Args:
         checkpoints: all committed ones, in any order.
-        policies: with none, or only a budget, everything is kept (within the budget).
+        policies: with none, or only a budget or `KeepVersions`, everything is kept (within the budget).
         clock_now: Unix seconds.
         keep_state_dicts: how many of the newest state-dict folders stay; policies do not count them. All of them stay
             under a policy that keeps weights, as `KeepAll` does.
+        history: bytes of the versions that `KeepVersions` keeps, which count for a budget and are never deleted.
     """
     ordered = sorted(checkpoints, key=lambda checkpoint: checkpoint.step)
-    rules: list[Policy] = [policy for policy in policies if policy.budget is None] or [KeepAll()]
+    deciding = [policy for policy in policies if policy.budget is None and not isinstance(policy, KeepVersions)]
+    rules: list[Policy] = deciding or [KeepAll()]
     budgets = [policy.budget for policy in policies if policy.budget is not None]
 
     protected = _protected(ordered)
@@ -325,7 +344,7 @@ def decide(
     if budgets:
         budget = min(budgets)
         staying = [checkpoint for checkpoint in ordered if checkpoint.step not in gone]
-        total = sum(checkpoint.bytes for checkpoint in staying)
+        total = history + sum(checkpoint.bytes for checkpoint in staying)
         # Stable: within "kept by one rule" and "kept by several", oldest first.
         for checkpoint in sorted(staying, key=lambda c: len(kept[c.step]) > 1):
             if total <= budget or protected[checkpoint.step]:
@@ -335,8 +354,9 @@ def decide(
                 f"over the budget of {budget} bytes (was kept by {', '.join(kept[checkpoint.step])})"
             )
         if total > budget:
+            of_history = f", and the history of versions ({history} bytes)," if history else ""
             warnings.append(
-                f"the newest checkpoint and those pinned, leased or being saved take {total} bytes, "
+                f"the newest checkpoint and those pinned, leased or being saved{of_history} take {total} bytes, "
                 f"more than the budget of {budget} bytes allows"
             )
 

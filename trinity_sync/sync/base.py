@@ -59,6 +59,10 @@ class StateDictStore(Protocol):
         """Delete the staging folder of a version that will not be completed."""
         ...
 
+    def keep(self, folder: Path, target: Path) -> None:
+        """Keep a committed version in another folder as well, whatever becomes of the first one."""
+        ...
+
 
 LeaseFolder = Callable[[Path, Version], AbstractContextManager[Callable[[], None]]]
 """Keeps a version's folder from deletion while the context is open; RunError: the folder is gone. Expires unless the
@@ -77,6 +81,7 @@ class TrainerSide:
     use_gpu: bool = False
     store: StateDictStore | None = None  # of weights-only checkpoints
     deltas: Path | None = None  # folder of the deltas between versions, in that of the checkpoints
+    base_every: int | None = None  # versions from one base of the history to the next; None: there is no history
 
 
 class LayoutCache:

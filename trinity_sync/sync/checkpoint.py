@@ -25,7 +25,7 @@ from trinity_sync.actors.synchronizer_client import Sealed
 from trinity_sync.errors import RunError
 from trinity_sync.host.durable import make_folder, replace_file, sync_folder
 from trinity_sync.host.locks import open_lock, try_lock, wait_for_lock
-from trinity_sync.protocol.parts import PartInfo, shard_file
+from trinity_sync.protocol.parts import HISTORY, INDEX, PartInfo, delta_file, shard_file, version_folder
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.base import (
     Bucket,
@@ -44,17 +44,12 @@ from trinity_sync.sync.base import (
     TrainerSide,
     deliver_each,
 )
-from trinity_sync.sync.deltas import (
-    DeltaCopies,
-    DeltaTransport,
-    FolderDeltas,
-    VersionDeltas,
-    VersionIndex,
-    version_folder,
-)
+from trinity_sync.sync.deltas import DeltaCopies, DeltaTransport, FolderDeltas, VersionDeltas
 from trinity_sync.sync.links import BucketNotice, End, Spoke, Working
 from trinity_sync.sync.memory import SlotMaps
+from trinity_sync.weights.delta import DeltaError
 from trinity_sync.weights.layout import Cut, PartLayout, Segment
+from trinity_sync.weights.part_delta import KEPT_SPANS, Point, VersionIndex
 from trinity_sync.weights.shard_file import ShardFile, open_shard_file, write_shard_file
 
 if TYPE_CHECKING:
@@ -136,7 +131,8 @@ class CheckpointPublisher:
 
 
 class DeltaPublisher(CheckpointPublisher):
-    """The driver's half with deltas. The first version, and then one of every `full_every`, is written in full as well.
+    """The driver's half with deltas. The first version, and then one of every `full_every`, is written in full as well;
+    with a history (`TrainerSide.base_every`) also the bases.
 
     Args:
         root: folder of the deltas, in that of the checkpoints.
@@ -149,9 +145,12 @@ class DeltaPublisher(CheckpointPublisher):
         self._deltas = VersionDeltas(side, keys.codec)
         self._count = 0
         self._folders: list[list[Path]] = []  # of the versions since the last full one but one, and since the last
+        self._recent: list[Version] = []  # the newest is the last
 
     def publish(self, sealed: Sealed) -> Published:
-        is_full = self._count % self._full_every == 0
+        base_every = self._side.base_every
+        is_base = base_every is not None and self._count % base_every == 0
+        is_full = is_base or self._count % self._full_every == 0
         full = self._write(sealed) if is_full else None
         folder = version_folder(self._root, sealed.version)
         make_folder(folder)
@@ -160,18 +159,46 @@ class DeltaPublisher(CheckpointPublisher):
         for one in written:
             by_start.setdefault(one.start, []).append(one)
         whole = {start: found for start, found in by_start.items() if len(found) == len(sealed.parts)}
-        deltas = [(start, sum(one.nbytes for one in found)) for start, found in whole.items()]
+        deltas: list[tuple[Point, int]] = [(start, sum(one.nbytes for one in found)) for start, found in whole.items()]
         named = None if full is None else os.path.relpath(full.resolve(), self._root.parent.resolve())
-        VersionIndex(named, deltas).write(folder, durable=self._durable)
+        if base_every is not None:
+            self._remember(sealed, folder, full if is_base else None, deltas)
+        VersionIndex(named, deltas).write(folder / INDEX, durable=self._durable)
         report = self._deltas.report(sealed, written, with_full=is_full)
         self._deltas.commit(sealed, str(folder))
         self._count += 1
+        self._recent = [*self._recent, sealed.version][-max(KEPT_SPANS) :]
         if is_full:
             self._folders.append([])
             for old in self._folders.pop(0) if len(self._folders) > 2 else ():  # no reader needs them
-                shutil.rmtree(old, ignore_errors=True)
+                _retire(old)
         self._folders[-1].append(folder)
         return report
+
+    def _remember(self, sealed: Sealed, folder: Path, full: Path | None, deltas: list[tuple[Point, int]]) -> None:
+        """Make a version part of the run's history. `full`: the folder of its weights, of which it keeps a base."""
+        base = None
+        if full is not None:
+            base = folder / f"global_step_{sealed.version.step}"
+            self._store.keep(full, base)
+            base = base.relative_to(self._root.parent)
+        starts = [self._recent[-length] for length in KEPT_SPANS if length <= len(self._recent)]
+        kept = [one for one in deltas if one[0] in starts]
+        found = VersionIndex(None if base is None else str(base), kept, sealed.digest)
+        found.write(folder / HISTORY, durable=self._durable)
+
+
+def _retire(folder: Path) -> None:
+    """Delete what only readers in the run need of a version; of a version of the history, that is part of it."""
+    if not (folder / HISTORY).is_file():
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    with contextlib.suppress(OSError, DeltaError):
+        kept = tuple(delta_file("", start) for start, _ in VersionIndex.read(folder / HISTORY).deltas)
+        (folder / INDEX).unlink(missing_ok=True)
+        for path in folder.glob("*.delta"):
+            if not path.name.endswith(kept):
+                path.unlink()
 
 
 class CheckpointTransport:

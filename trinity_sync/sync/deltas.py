@@ -1,19 +1,15 @@
 """Versions as deltas: how they are made, the cheapest way to a version, and an explorer's half.
 
-The node agents encode each version against the one before. In mode checkpoint they write files: a version's folder has
-`index.json`, which names the deltas that end at the version and the folder of its full form if there is one, and a file
-for each delta and part. In the other modes they keep the deltas in memory (`KeptDeltas`). A reader goes backwards from
-the version that it wants, until it meets the one that it holds or a full one. It has and checks all deltas of that way
-before it changes anything, and then takes the version piece by piece: old bits, the deltas one after another, new bits.
-Whatever is wrong, the version is taken again in full.
+The node agents encode each version against the one before. In mode checkpoint they write files, in the version's folder
+(see `weights.part_delta`). In the other modes they keep the deltas in memory (`KeptDeltas`). A reader goes backwards
+from the version that it wants, until it meets the one that it holds or a full one. It has and checks all deltas of that
+way before it changes anything, and then takes the version piece by piece: old bits, the deltas one after another, new
+bits. Whatever is wrong, the version is taken again in full.
 """
 
 from __future__ import annotations
 
 import contextlib
-import heapq
-import itertools
-import json
 import shutil
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
@@ -30,9 +26,8 @@ from trinity_sync.actors.calls import Call, results
 from trinity_sync.actors.rank_client import Broadcast
 from trinity_sync.actors.synchronizer_client import Sealed
 from trinity_sync.errors import RunError
-from trinity_sync.host.durable import replace_file
 from trinity_sync.host.logs import story
-from trinity_sync.protocol.parts import PartInfo, delta_file, shard_file
+from trinity_sync.protocol.parts import INDEX, PartInfo, delta_file, shard_file, version_folder
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.base import (
     Bucket,
@@ -44,9 +39,9 @@ from trinity_sync.sync.base import (
     Transport,
 )
 from trinity_sync.weights import delta
-from trinity_sync.weights.delta import DeltaError, WrongBaseError
+from trinity_sync.weights.delta import DeltaError
 from trinity_sync.weights.layout import Cut, PartLayout
-from trinity_sync.weights.part_delta import SPANS, EncodedDelta, PartDelta, Point
+from trinity_sync.weights.part_delta import SPANS, EncodedDelta, PartDelta, Point, VersionIndex, find_route
 from trinity_sync.weights.shard_file import ShardFile
 from trinity_sync.weights.shards import itemsize
 
@@ -55,7 +50,6 @@ if TYPE_CHECKING:
 
     from trinity_sync.sync.arrivals import SharedSegment
 
-_FORMAT = 1
 _MOST_KEPT = 1 / 8
 """Share of a part's bytes that deltas in memory may take. Those of the newest version are kept in any case."""
 _LEAST_BYTES = 2**20
@@ -64,76 +58,8 @@ _FETCH_SHARE = 1 / 4
 """Share of `sync.timeout_s` in which a delta has to come. The rest is for the full version in its place."""
 
 
-def version_folder(root: Path, version: Point) -> Path:
-    """Return the folder of a version below that of all deltas."""
-    return root / f"{version[0]}-{version[1]}"
-
-
-class VersionIndex(NamedTuple):
-    """What leads to a version; the contents of its folder."""
-
-    full: str | None  # folder of the full version, below that of the checkpoints
-    deltas: Sequence[tuple[Version, int]]  # where each begins, and bytes of all of its parts
-
-    def write(self, folder: Path, *, durable: bool) -> None:
-        body = {"format": _FORMAT, "full": self.full, "deltas": [[*start, nbytes] for start, nbytes in self.deltas]}
-        replace_file(folder / "index.json", json.dumps(body) + "\n", durable=durable)
-
-    @classmethod
-    def read(cls, folder: Path) -> VersionIndex:
-        """Read it; DeltaError: it is gone, damaged or of another format."""
-        path = folder / "index.json"
-        try:
-            body = json.loads(path.read_text(encoding="utf-8"))
-            full = None if body["full"] is None else str(body["full"])
-            deltas = [(Version(int(attempt), int(step)), int(nbytes)) for attempt, step, nbytes in body["deltas"]]
-            if body["format"] != _FORMAT or {"..", "/"} & set(Path(full or "").parts):
-                raise ValueError(f"format {body['format']}, full version in {full}")
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise DeltaError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
-        return cls(full, deltas)
-
-
 Chain = Sequence[PartDelta]
 """Deltas of one part, each from where the one before ends."""
-
-
-class Route(NamedTuple):
-    """The way to a version: the deltas that begin at these versions, over the first of them or over a full one."""
-
-    starts: tuple[Version, ...]
-    full: tuple[Version, str] | None  # and its folder, see `VersionIndex`
-
-    def steps(self, version: Version) -> list[tuple[Version, Version]]:
-        """Return from where to where each delta leads, on the way to a version."""
-        return list(itertools.pairwise((*self.starts, version)))
-
-
-def find_route(
-    version: Version, held: Version | None, full_bytes: int, index_of: Callable[[Version], VersionIndex | None]
-) -> Route | None:
-    """Return the route of the fewest bytes to a version, from the held version or from a full one of so many bytes;
-    None: no deltas lead there, or so many that to send the version in full costs less.
-
-    Args:
-        index_of: what leads to a version; None: nothing.
-    """
-    todo: list[tuple[int, Version, Route]] = [(0, version, Route((), None))]
-    done = set[Version]()
-    while todo:
-        nbytes, at, route = heapq.heappop(todo)
-        if nbytes > 2 * full_bytes:
-            break
-        if at == held or route.full is not None:
-            return route
-        if at in done or (index := index_of(at)) is None:
-            continue
-        done.add(at)
-        if index.full is not None:
-            heapq.heappush(todo, (nbytes + full_bytes, at, Route(route.starts, (at, index.full))))
-        for start, more in index.deltas:
-            heapq.heappush(todo, (nbytes + more, start, Route((start, *route.starts), None)))
-    return None
 
 
 class VersionDeltas:
@@ -204,7 +130,7 @@ class KeptDeltas:
     def __init__(self, nbytes: int) -> None:
         self._full_bytes = max(nbytes, _LEAST_BYTES)
         self._most = max(_MOST_KEPT * nbytes, _LEAST_BYTES)
-        self._ending: dict[Version, list[SharedDelta]] = {}
+        self._ending: dict[Point, list[SharedDelta]] = {}
 
     def add(self, version: Version, one: EncodedDelta) -> int:
         """Keep a delta to the newest version, and drop those to old ones; return its bytes."""
@@ -229,7 +155,7 @@ class KeptDeltas:
         found = [one for start, end in route.steps(version) for one in self._ending.get(end, ()) if one.start == start]
         return found if len(found) == len(route.starts) else None
 
-    def _index(self, version: Version) -> VersionIndex | None:
+    def _index(self, version: Point) -> VersionIndex | None:
         return VersionIndex(None, [(one.start, one.nbytes) for one in self._ending.get(version, ())])
 
 
@@ -295,8 +221,9 @@ class FolderDeltas:
             return None
         steps = route.steps(lease.version)
         layouts = [self._side.layouts.get(info) for _, info in sorted(lease.parts.items())]
-        full = None if route.full is None else (route.full[0], root.parent / route.full[1])
-        return Deltas([[_read(root, layout, *step) for step in steps] for layout in layouts], full)
+        full = None if route.full is None else (Version(*route.full[0]), root.parent / route.full[1])
+        chains = [[PartDelta.read(_file(root, layout, *step), layout, step) for step in steps] for layout in layouts]
+        return Deltas(chains, full)
 
     @contextlib.contextmanager
     def whole(self, lease: Lease) -> Iterator[Lease]:
@@ -311,28 +238,15 @@ class FolderDeltas:
             shutil.rmtree(folder, ignore_errors=True)
 
 
-def _index(root: Path, version: Version) -> VersionIndex | None:
+def _index(root: Path, version: Point) -> VersionIndex | None:
     with contextlib.suppress(DeltaError, OSError):  # another way may lead there
-        index = VersionIndex.read(version_folder(root, version))
+        index = VersionIndex.read(version_folder(root, version) / INDEX)
         return index if index.full is None or (root.parent / index.full).is_dir() else index._replace(full=None)
     return None
 
 
-def _read(root: Path, layout: PartLayout, start: Version, end: Version) -> PartDelta:
-    path = version_folder(root, end) / delta_file(layout.part, start)
-    try:
-        data = path.read_bytes()
-    except OSError as error:
-        raise DeltaError(f"{path} cannot be read: {error.strerror}") from error
-    return read_delta(layout, data, str(path), start, end)
-
-
-def read_delta(layout: PartLayout, data: bytes | memoryview, name: str, start: Version, end: Version) -> PartDelta:
-    """Read a delta that has to lead from one version to another."""
-    found = PartDelta(layout, data, name)
-    if (found.start, found.end) != (start, end):
-        raise WrongBaseError(f"{name} leads from version {Version(*found.start)} to {Version(*found.end)}")
-    return found
+def _file(root: Path, layout: PartLayout, start: Point, end: Point) -> Path:
+    return version_folder(root, end) / delta_file(layout.part, start)
 
 
 def read_chain(
@@ -341,7 +255,7 @@ def read_chain(
     """Read deltas that agents keep, and that lead to a version."""
     ends = [*(one.start for one in chain[1:]), end]
     name = f"the delta of {layout.part} to version {end}"
-    return [read_delta(layout, fetch(one), name, one.start, to) for one, to in zip(chain, ends, strict=True)]
+    return [PartDelta(layout, fetch(one), name, (one.start, to)) for one, to in zip(chain, ends, strict=True)]
 
 
 class DeltaTransport:

@@ -143,6 +143,7 @@ def apply(
     out: Array | None = None,
     *,
     base_digest: bytes | None = None,
+    kept: bool = True,
 ) -> Array:
     """Return the array that a delta makes of `old`, of the same shape.
 
@@ -156,6 +157,7 @@ def apply(
         delta: the joined parts.
         out: contiguous, as large as `old`; may be `old` itself. None: a new array.
         base_digest: the digest of `old`, where the caller has it; saves a pass.
+        kept: False: after an error `old` is worth nothing, so in place the streams are decoded once. Saves a pass.
     """
     before = _flat(old, dtype)
     result = np.empty_like(old) if out is None else out
@@ -183,11 +185,11 @@ def apply(
         if header.top > bits.mask:
             raise _damaged(f"{header.top} is not an exponent of {dtype}")
         form, streams = bits.of(header.top, header.classes), _read_gaps(body, header, after.itemsize)
-        targets = (None, after) if in_place else (after,)
+        targets = (None, after) if in_place and kept else (after,)
         if not all(delta_gaps.decode(before, target, form, streams) for target in targets):
             raise _damaged("its streams are not those of the shard")
     else:
-        if in_place:
+        if in_place and kept:
             for _ in _read_full(body, header, after.dtype):
                 pass
         for start, block in _read_full(body, header, after.dtype):

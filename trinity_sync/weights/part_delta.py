@@ -1,5 +1,5 @@
 """The delta of a part between two versions: `PartEncoder` on the side where both lie beside each other, `PartDelta` at
-a reader.
+a reader; and which deltas lead to a version (`VersionIndex`, `find_route`).
 
 A part is cut into pieces of one dtype (`PartLayout.by_shard`), each with a delta of its own. A reader that missed
 versions takes merged deltas: the encoder makes one for each span of `SPANS` versions as well. docs/delta.md has the
@@ -8,16 +8,20 @@ format.
 
 from __future__ import annotations
 
+import heapq
 import itertools
+import json
 import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from xxhash import xxh3_128
 
+from trinity_sync.host.durable import replace_file
 from trinity_sync.weights import delta, native
 from trinity_sync.weights.delta import DeltaError, Part, WrongBaseError
 from trinity_sync.weights.layout import PartLayout, Segment
@@ -28,6 +32,9 @@ if TYPE_CHECKING:
 
 Point = tuple[int, int]
 """A version: (attempt, step)."""
+
+Step = tuple[Point, Point]
+"""Two versions, from and to which a delta leads."""
 
 SPANS = (4, 16)
 """Lengths in versions of the merged deltas. A reader that is k versions behind needs 12 + k / 16 deltas or fewer."""
@@ -165,7 +172,7 @@ class PartEncoder:
 
 
 class PartDelta:
-    """The delta of a part, read. `name`: for messages.
+    """The delta of a part, read. `name`: for messages. `step`: what it has to lead from and to.
 
     Attributes:
         start, end: the versions that it leads from and to.
@@ -173,10 +180,10 @@ class PartDelta:
         pieces: the delta of each piece; None: it has not changed.
 
     Raises:
-        DeltaError: it is damaged, or of another format; WrongBaseError: of another layout.
+        DeltaError: it is damaged, or of another format; WrongBaseError: of another layout, or between other versions.
     """
 
-    def __init__(self, layout: PartLayout, data: bytes | memoryview, name: str) -> None:
+    def __init__(self, layout: PartLayout, data: bytes | memoryview, name: str, step: Step | None = None) -> None:
         if data[: len(_MAGIC)] != _MAGIC:
             raise DeltaError(f"{name} is no delta of a part, or one of another format")
         if len(data) < _HEAD.size or xxh3_128(memoryview(data)[_DIGESTED:]).digest() != data[4:_DIGESTED]:
@@ -185,14 +192,108 @@ class PartDelta:
         if named.hex() != layout.digest:
             raise WrongBaseError(f"{name} has layout {named.hex()}, and {layout.part} has {layout.digest}")
         self.start, self.end = (points[0], points[1]), (points[2], points[3])
+        if step not in (None, (self.start, self.end)):
+            raise WrongBaseError("{} leads from version {}-{} to {}-{}".format(name, *points))
         table = np.frombuffer(data, _TABLE, len(layout.by_shard), _HEAD.size)
         self.digests = [bytes(result) for result in table["result"]]
         ends = [int(end) for end in np.cumsum([_HEAD.size + table.nbytes, *table["length"]])]
         pieces = [memoryview(data)[at:end] for at, end in itertools.pairwise(ends)]
         self.pieces = [piece if len(piece) > 1 else None for piece in pieces]
 
+    @classmethod
+    def read(cls, path: Path, layout: PartLayout, step: Step) -> PartDelta:
+        """Read it from a file. Errors as above, also for a file that cannot be read."""
+        try:
+            data = path.read_bytes()
+        except OSError as error:
+            raise DeltaError(f"{path} cannot be read: {error.strerror}") from error
+        return cls(layout, data, str(path), step)
+
+    def apply(self, layout: PartLayout, segment: Segment, pool: Executor) -> None:
+        """Make the newer version of a part in place; after a DeltaError it is neither of the two."""
+
+        def change(piece: Elements, delta_of: Part | None, dtype: str) -> None:
+            if delta_of is not None:
+                delta.apply(piece, delta_of, dtype, piece, kept=False)
+
+        list(pool.map(change, _arrays(layout, segment), self.pieces, (dtype for *_, dtype in layout.by_shard)))
+
 
 def _arrays(layout: PartLayout, segment: Segment) -> list[Elements]:
     """Return the pieces of a segment as integers that hold the bits of their elements."""
     view = layout.view(segment)
     return [np.frombuffer(view[start:stop], f"<u{itemsize(dtype)}") for start, stop, dtype in layout.by_shard]
+
+
+# The folder of a version in that of all deltas: the files of the deltas that end there, and what names them.
+
+
+KEPT_SPANS = (1, max(SPANS))
+"""Lengths of the deltas that a history keeps."""
+
+_INDEX_FORMAT = 1
+
+
+class VersionIndex(NamedTuple):
+    """What leads to a version; the contents of its `protocol.parts.INDEX` and `HISTORY`."""
+
+    full: str | None  # folder of the full version, below that of the checkpoints
+    deltas: Sequence[tuple[Point, int]]  # where each begins, and bytes of all of its parts
+    digest: str | None = None  # of the version, in a history; None: it has none
+
+    def write(self, path: Path, *, durable: bool) -> None:
+        deltas = [[*start, nbytes] for start, nbytes in self.deltas]
+        body = {"format": _INDEX_FORMAT, "full": self.full, "deltas": deltas}
+        body |= {} if self.digest is None else {"digest": self.digest}
+        replace_file(path, json.dumps(body) + "\n", durable=durable)
+
+    @classmethod
+    def read(cls, path: Path) -> VersionIndex:
+        """Read it; DeltaError: it is gone, damaged or of another format."""
+        try:
+            body = json.loads(path.read_text(encoding="utf-8"))
+            full, digest = (None if body.get(key) is None else str(body[key]) for key in ("full", "digest"))
+            deltas = [((int(attempt), int(step)), int(nbytes)) for attempt, step, nbytes in body["deltas"]]
+            if body["format"] != _INDEX_FORMAT or {"..", "/"} & set(Path(full or "").parts):
+                raise ValueError(f"format {body['format']}, full version in {full}")
+        except (OSError, ValueError, KeyError, TypeError, AttributeError, ArithmeticError, RecursionError) as error:
+            raise DeltaError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
+        return cls(full, deltas, digest)
+
+
+class Route(NamedTuple):
+    """The way to a version: the deltas that begin at these versions, over the first of them or over a full one."""
+
+    starts: tuple[Point, ...]
+    full: tuple[Point, str] | None  # and its folder, see `VersionIndex`
+
+    def steps(self, version: Point) -> list[Step]:
+        """Return from where to where each delta leads, on the way to a version."""
+        return list(itertools.pairwise((*self.starts, version)))
+
+
+def find_route(
+    version: Point, held: Point | None, full_bytes: int, index_of: Callable[[Point], VersionIndex | None]
+) -> Route | None:
+    """Return the route of the fewest bytes to a version, from the held version or from a full one of so many bytes;
+    None: no deltas lead there, or so many that to send the version in full costs less.
+
+    Args:
+        index_of: what leads to a version; None: nothing.
+    """
+    todo: list[tuple[int, Point, Route]] = [(0, version, Route((), None))]
+    done = set[Point]()
+    while todo:
+        nbytes, at, route = heapq.heappop(todo)
+        if nbytes > 2 * full_bytes:
+            break
+        if at == held or route.full is not None:
+            return route
+        if at in done or (index := index_of(at)) is None:
+            continue
+        done.add(at)
+        if index.full is not None:
+            heapq.heappush(todo, (nbytes + full_bytes, at, Route(route.starts, (at, index.full))))
+        for start, more in index.deltas:
+            heapq.heappush(todo, (nbytes + more, start, Route((start, *route.starts), None)))
+    return None

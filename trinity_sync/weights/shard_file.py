@@ -101,14 +101,14 @@ class ShardFile:
         self.close()
 
 
-def open_shard_file(path: str | Path) -> tuple[PartLayout, memoryview]:
-    """Map a shard file, and return its layout and a read-only view of the data section, ``layout.nbytes`` long.
+def open_shard_file(path: str | Path, *, writable: bool = False) -> tuple[PartLayout, memoryview]:
+    """Map a shard file, and return its layout and a view of the data section, ``layout.nbytes`` long.
 
     The mapping lives as long as the view. Raises the errors of `ShardFile`.
     """
-    with _read_errors(path), Path(path).open("rb") as file:
+    with _read_errors(path), Path(path).open("r+b" if writable else "rb") as file:
         layout, start, size = _read_header(path, file)
-        mapping = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+        mapping = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_WRITE if writable else mmap.ACCESS_READ)
     return layout, memoryview(mapping)[start:]
 
 

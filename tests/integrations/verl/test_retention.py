@@ -35,6 +35,7 @@ def test_policies_are_read_as_the_configuration_names_them() -> None:
         ("keep_last.n=0", "keep_last.n is 0"),
         ("keep_last.n=some", "keep_last.n"),
         ("keep_for.seconds=soon", "keep_for.seconds is soon"),
+        ("keep_last.n=2 keep_versions", "keep_versions is for runs with sync=checkpoint"),
     ],
 )
 def test_what_is_no_policy_is_refused_by_its_name(said: str, told: str) -> None:

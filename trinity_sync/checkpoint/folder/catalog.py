@@ -23,7 +23,7 @@ from trinity_sync.checkpoint.folder.contents import (
 from trinity_sync.checkpoint.folder.owner import read_mark
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.host.durable import digest_file, walk
-from trinity_sync.protocol.parts import FULL, FileEntry, Kind, missing_rank_files, rank_file
+from trinity_sync.protocol.parts import FULL, HISTORY, FileEntry, Kind, missing_rank_files, rank_file, version_folder
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +159,39 @@ def newest_attempt(root: Path) -> int | None:
 def places(root: Path) -> list[Path]:
     """List the folders with step folders: the checkpoint folder, and those for weights next to it."""
     return [root, *sorted((root / contents.VERSIONS).glob("*"))]
+
+
+def history(root: Path) -> list[tuple[int, int]]:
+    """List the versions of a run's history, (attempt, step), ascending. Raises UnreadableError."""
+    deltas = root / contents.DELTAS
+    try:
+        found = [(contents.key_of(path.name), path) for path in deltas.iterdir()] if deltas.is_dir() else []
+        return sorted(version for version, path in found if version is not None and (path / HISTORY).is_file())
+    except OSError as error:
+        raise contents.read_error(deltas, error) from error
+
+
+def history_bytes(root: Path) -> int:
+    """Return the size of a run's history, bytes."""
+    return sum(bytes_in(version_folder(root / contents.DELTAS, version)) for version in history(root))
+
+
+def bytes_in(folder: Path) -> int:
+    """Return the bytes of a folder's files, including those being written."""
+    found = 0
+    for path in folder.rglob("*"):
+        with suppress(FileNotFoundError):
+            found += path.stat().st_size if path.is_file() else 0
+    return found
+
+
+def shared_bytes(info: CheckpointInfo) -> int:
+    """Return the size of a checkpoint's files that the history of its run has as well, so that deleting the checkpoint
+    does not free them, bytes.
+    """
+    files = info.manifest.files if info.manifest is not None and (info.path.parent / contents.DELTAS).is_dir() else ()
+    published = [(info.path / entry.path, entry.bytes) for entry in files if entry.path.startswith(contents.WEIGHTS)]
+    return sum(size for path, size in published if path.is_file() and path.stat().st_nlink > 1)
 
 
 def committed_manifest(folder: Path) -> Manifest | None:

@@ -38,7 +38,7 @@ from trinity_sync.checkpoint.folder.contents import (
 from trinity_sync.checkpoint.folder.deletion import delete_folder, delete_trashed, move_to_trash, unlink_note
 from trinity_sync.errors import RunError, take_back
 from trinity_sync.host.durable import digest_file, sync_folder, sync_tree, walk
-from trinity_sync.protocol.parts import FULL, FileEntry, covers
+from trinity_sync.protocol.parts import FULL, STATE_DICT, FileEntry, covers
 
 # Files up to this size are copied, not linked, while parts are still being written: a writer that rewrites a small
 # common file (a config) must not change the committed one.
@@ -98,6 +98,18 @@ def taken(root: Path, step: int, attempt: int) -> bool:
     target = contents.step_dir(root, step)
     staged = target.exists() and any(files_of(contents.staging_dir(root, step, attempt)))
     return staged and look_at(root, step).state in _NOT_OURS
+
+
+def keep_weights(folder: Path, target: Path) -> None:
+    """Make another folder the weights-only checkpoint of a committed step, with links to its files. It stays when the
+    step is replaced, set aside or deleted. May be called again.
+    """
+    manifest = read_manifest(folder)
+    files = tuple(entry for entry in manifest.files if entry.path.startswith(contents.WEIGHTS))
+    for entry in files:
+        if not (target / entry.path).exists():
+            contents.link_or_copy(folder / entry.path, target / entry.path)
+    write_manifest(target, replace(manifest, kind=STATE_DICT, files=files))
 
 
 def adopt_folder(root: Path, source: Path, step: int) -> None:

@@ -10,7 +10,7 @@
       .pins/20-0.json, .leases/20-0-<nonce>.json, .leases/20-0-...claim      see `leases`
       .pruned/10-0, .pruned/12-0.weights                                     notes of deletions, see `deletion`
       .versions/1/global_step_20/...                                         weights of attempt 1 whose place is taken
-      .deltas/0-20/...                                                       deltas to a version, see `sync.deltas`
+      .deltas/0-20/...                                                       deltas to a version of a run, and its base
       abandoned-global_step_30-attempt_0/                                    later than the step of a resume
       .condemned-..., .trash-..., .replaced-...                              being deleted or replaced
       .lock, .monitor.lock                                                   see `lock`
@@ -48,6 +48,8 @@ LEASES = ".leases"
 PRUNED = ".pruned"
 VERSIONS = ".versions"
 DELTAS = ".deltas"
+WEIGHTS = "actor/weights_"
+"""Begins the paths of weights that were published."""
 ABANDONED_PREFIX = "abandoned-"
 TRASH_PREFIX = ".trash-"
 CONDEMNED_PREFIX = ".condemned-"

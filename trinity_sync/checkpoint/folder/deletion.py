@@ -15,7 +15,7 @@ import shutil
 import time
 from collections.abc import Collection, Iterable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -232,6 +232,7 @@ class PruneRow:
 
     manifest: Manifest
     path: Path
+    bytes: int  # that its deletion frees
     keep: bool
     reasons: tuple[str, ...]
     warnings: tuple[str, ...] = ()
@@ -243,10 +244,6 @@ class PruneRow:
     @property
     def kind(self) -> Kind:
         return self.manifest.kind
-
-    @property
-    def bytes(self) -> int:
-        return self.manifest.bytes
 
 
 def prune_plan(
@@ -268,17 +265,22 @@ def prune_plan(
     if full.problem is not None and any(info.state == "verl" for info in found):
         raise UnreadableError(f"{full.problem}, so it is not known which of verl's checkpoints are finished")
     infos = {info.step: (info.path, info.manifest) for info in found if info.manifest is not None and _is_ours(info)}
+    frees = {info.step: info.bytes - catalog.shared_bytes(info) for info in found if info.step in infos}
     pins, leased = leases.pinned(root), leases.leased(root, now=now)
     busy = set(saving) | _staged(root)
     # After a commit its tracker follows in a moment, or later if the disk refuses.
     named = {tracker.step for tracker in trackers}
     facts = [
-        facts_of(manifest, pins, leased=(step, manifest.attempt) in leased, saving=step in busy, named=step in named)
-        for step, (_, manifest) in infos.items()
+        replace(
+            facts_of(one, pins, leased=(step, one.attempt) in leased, saving=step in busy, named=step in named),
+            bytes=frees[step],
+        )
+        for step, (_, one) in infos.items()
     ]
+    history = catalog.history_bytes(root) if any(policy.budget is not None for policy in policies) else 0
     return [
-        PruneRow(infos[of.step][1], infos[of.step][0], of.keep, of.reasons, of.warnings)
-        for of in decide(facts, policies, now, keep_state_dicts=keep_state_dicts)
+        PruneRow(infos[of.step][1], infos[of.step][0], frees[of.step], of.keep, of.reasons, of.warnings)
+        for of in decide(facts, policies, now, keep_state_dicts=keep_state_dicts, history=history)
     ]
 
 

@@ -382,7 +382,8 @@ def _others(place: Path) -> tuple[Path | None, list[Path]]:
     if number is None:
         return None, []
     run_checkpoints = step.parent.parent
-    root = run_checkpoints.parent if run_checkpoints.name == contents.VERSIONS else step.parent
+    beside = run_checkpoints.name in (contents.VERSIONS, contents.DELTAS)
+    root = run_checkpoints.parent if beside else step.parent
     others = {
         of: path for path in root.glob(f"{contents.STEP_PREFIX}*") if (of := contents.step_of(path.name)) is not None
     }

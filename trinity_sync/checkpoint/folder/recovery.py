@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection
 from contextlib import suppress
 from pathlib import Path
 
-from trinity_sync.checkpoint.folder import contents
+from trinity_sync.checkpoint.folder import catalog, contents
 from trinity_sync.checkpoint.folder.catalog import places, scan
 from trinity_sync.checkpoint.folder.commits import finish_exchange, finish_renames
 from trinity_sync.checkpoint.folder.deletion import delete_folder, empty_trash, trash_checkpoint, undo_deletions
@@ -45,12 +45,24 @@ def recover(
         elif path.is_file() and path.stem not in kept:
             path.unlink(missing_ok=True)
     clean_versions(root, attempt=attempt, now=clock())
-    if attempt is None and (root / contents.DELTAS).is_dir():  # no explorer holds a version of an ended attempt
-        delete_folder(root, root / contents.DELTAS)
+    if attempt is None:
+        _clean_deltas(root)
     for name in (*contents.TRACKERS.values(), contents.COMMITTED):
         for path in root.glob(f".{name}.*.tmp"):
             path.unlink(missing_ok=True)
     empty_trash(root)
+
+
+def _clean_deltas(root: Path) -> None:
+    """Delete the deltas of ended attempts, of which no explorer holds a version, except those of a run's history."""
+    deltas, kept = root / contents.DELTAS, catalog.history(root)
+    if deltas.is_dir() and not kept:
+        delete_folder(root, deltas)
+    for path in deltas.glob("*"):
+        if path.is_dir() and contents.key_of(path.name) not in kept:
+            delete_folder(root, path)
+        for inner in path.glob("full-*"):  # of killed explorers
+            delete_folder(root, inner)
 
 
 def _check_links(root: Path) -> None:

@@ -399,7 +399,7 @@ class Mirror:
 
         staging.mkdir(parents=True, exist_ok=True)
         try:
-            self._side_by_side(fetch, manifest.files, lambda: self._progress(_bytes_in(staging), manifest.bytes))
+            self._side_by_side(fetch, manifest.files, lambda: self._progress(catalog.bytes_in(staging), manifest.bytes))
         except DamagedError:
             deletion.delete_folder(root, staging)
             raise
@@ -450,15 +450,6 @@ def _refuse_past(unknown: Mapping[int, NewerFormatError], step: int) -> None:
     """Raise the error of the newest one after a step, if there is one."""
     if unknown and max(unknown) > step:
         raise unknown[max(unknown)]
-
-
-def _bytes_in(folder: Path) -> int:
-    """Return the bytes of a folder's files, including those being written."""
-    found = 0
-    for path in folder.rglob("*"):
-        with suppress(FileNotFoundError):
-            found += path.stat().st_size if path.is_file() else 0
-    return found
 
 
 def _folder(step: int) -> str:

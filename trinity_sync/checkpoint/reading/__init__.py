@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -40,6 +41,14 @@ __all__ = ["TensorInfo", "Weights", "WeightsError", "open_weights"]
 
 _MODEL_PREFIX = "model."
 """Prefix of the model's tensors in a checkpoint of torch.distributed.checkpoint."""
+
+
+class RestoredVersion(NamedTuple):
+    """A version of a run's history."""
+
+    base: Path  # the weights-only checkpoint from which it was made
+    manifest: Manifest
+    files: list[Path]  # of its parts
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,12 +124,13 @@ class Weights:
         return Weights(self.folder, f"{self.format}, merged into {base.folder}", base.config, None, sources)
 
 
-def open_weights(folder: Path, config: Path | None = None) -> Weights:
+def open_weights(folder: Path, config: Path | None = None, version: RestoredVersion | None = None) -> Weights:
     """Open the weights in a folder.
 
     Args:
         folder: a step folder (with ``actor/``), such an ``actor`` folder, or a Hugging Face folder.
         config: folder with the model's ``config.json``, if it is not next to the weights.
+        version: opened in place of the weights in the folder, which is its base.
 
     Raises:
         WeightsError: there are no weights of a known format; a file is missing or damaged, or files contradict each
@@ -130,7 +140,7 @@ def open_weights(folder: Path, config: Path | None = None) -> Weights:
     if not folder.is_dir():
         raise WeightsError(f"{folder} is not a folder")
     try:
-        manifest = read_manifest(folder)
+        manifest = read_manifest(folder) if version is None else version.manifest
     except NoManifestError:
         manifest = None
     place = weights_folder(folder)
@@ -147,7 +157,7 @@ def open_weights(folder: Path, config: Path | None = None) -> Weights:
         if config is None:
             raise WeightsError(f"{dist_ckpt} holds a Megatron model, which cannot be read without its config.json")
         name, sources = "Megatron's distributed checkpoint", open_megatron(dist_ckpt, config)
-    elif files := part_files(place):
+    elif files := part_files(place) if version is None else version.files:
         name, sources, saved = f"weights of {len(files)} parts", open_parts(files), True
     elif found := next((path for path in (place, place / "huggingface") if is_hugging_face(path)), None):
         name, sources, saved = "Hugging Face", open_hugging_face(found), True

@@ -24,7 +24,7 @@ from trinity_sync.integrations.verl.at_exit import finish_at_exit
 from trinity_sync.integrations.verl.committed_saves import CommittedSaves
 from trinity_sync.integrations.verl.local_run import open_monitor, under_ray
 from trinity_sync.integrations.verl.vendor import RETENTION, VENDOR, say
-from trinity_sync.protocol.retention import Policy, make_policies
+from trinity_sync.protocol.retention import KeepVersions, Policy, make_policies
 
 if TYPE_CHECKING:
     from trinity_sync.backends.base import Engine
@@ -198,6 +198,8 @@ def policies_in(environment: Mapping[str, str]) -> tuple[Policy, ...]:
         fields = named.setdefault(policy, {})
         if name:
             fields[name] = _value(text)
+    if KeepVersions.name in named:
+        raise ConfigError(f"{RETENTION}: keep_versions is for runs with sync=checkpoint sync.encoding=delta")
     try:
         return make_policies(named)
     except ConfigError as error:

@@ -1,0 +1,226 @@
+"""The history of a run: every version is restored from bases and deltas, bit for bit, or it is told why not."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from tests.sync.helpers import PretendTrainer
+from tests.sync.test_deltas import Run, also, flip, make_trainer
+from tests.sync.test_loading import FolderStore, side_of
+from tests.weights.helpers import reference_digest
+from trinity_sync.actors.agent_client import AgentClient
+from trinity_sync.actors.synchronizer_client import Sealed
+from trinity_sync.checkpoint.export import restore_version
+from trinity_sync.checkpoint.folder.catalog import history, history_bytes
+from trinity_sync.checkpoint.folder.commits import keep_weights
+from trinity_sync.checkpoint.folder.contents import Manifest, file_entry, write_manifest
+from trinity_sync.checkpoint.folder.recovery import recover
+from trinity_sync.checkpoint.reading.verl_shards import open_parts
+from trinity_sync.errors import RunError
+from trinity_sync.protocol.parts import STATE_DICT
+from trinity_sync.protocol.versions import Version
+from trinity_sync.sync import Synchronizer
+from trinity_sync.sync.checkpoint import DeltaPublisher
+from trinity_sync.weights.part_delta import Point, VersionIndex, find_route
+
+BASE_EVERY = 18
+
+
+class CommittedStore(FolderStore):
+    """Weights-only checkpoints of which bases can be kept."""
+
+    def begin(self, version: Version, nodes: list[str]) -> Path:
+        return self._root / f"global_step_{version.step}"
+
+    def commit(self, version: Version, digest: str | None) -> Path:
+        folder = self.begin(version, [])
+        files = tuple(file_entry(folder, f"actor/{path.name}") for path in sorted((folder / "actor").iterdir()))
+        write_manifest(folder, Manifest(step=version.step, attempt=0, kind=STATE_DICT, files=files, digest=digest))
+        return folder
+
+    def keep(self, folder: Path, target: Path) -> None:
+        keep_weights(folder, target)
+
+
+class Remembered(Run):
+    """A trainer that keeps every version of its run."""
+
+    def __init__(self, trainer: PretendTrainer, root: Path) -> None:
+        self.digests: dict[Version, str] = {}
+        super().__init__(trainer, root)
+
+    def restart(self) -> None:
+        side = replace(side_of(self.trainer), base_every=BASE_EVERY)
+        self.publisher = DeltaPublisher(side, CommittedStore(self.root), False, self.deltas, self._mode._delta)
+
+    def publish(self, count: int = 1, share: float = 0.02) -> Sealed:
+        for _ in range(count):
+            sealed = super().publish(share=share)
+            self.digests[sealed.version] = reference_digest(self.weights, "BF16")
+        return sealed
+
+    def restored(self, version: Version) -> str:
+        """The digest of a restored version."""
+        into = self.root.with_name(f"{self.root.name}-made")
+        into.mkdir(exist_ok=True)
+        made = restore_version(self.root, version, into)
+        assert (made.manifest.attempt, made.manifest.step, made.manifest.digest) == (*version, self.digests[version])
+        found = {name: tensor.read() for name, tensor in open_parts(made.files).items()}
+        shutil.rmtree(into)
+        return reference_digest(found, "BF16")
+
+    def lose_delta(self, end: int, length: int, harm: Callable[[Path], None] = Path.unlink) -> Path:
+        """Harm the delta to a version, by its number, from so many versions before."""
+        before = self.published[end - length]
+        folder = self.deltas / f"0-{self.published[end].step}"
+        path = folder / f"rank-00001-from-0-{before.step}.delta"
+        harm(path)
+        return path
+
+    def folder_of(self, version: Version) -> Path:
+        return self.deltas / f"0-{version.step}"
+
+    def base(self, number: int) -> Path:
+        step = self.published[number].step
+        return self.deltas / f"0-{step}" / f"global_step_{step}"
+
+
+@pytest.fixture(scope="module")
+def trainer(synchronizer: Synchronizer, make_agent: Callable[..., AgentClient]) -> PretendTrainer:
+    return make_trainer(synchronizer, make_agent(synchronizer.client))
+
+
+@pytest.fixture(scope="module")
+def template(trainer: PretendTrainer, tmp_path_factory: pytest.TempPathFactory) -> Remembered:
+    """A run of two bases, which tests copy."""
+    run = Remembered(trainer, tmp_path_factory.mktemp("run"))
+    run.publish(BASE_EVERY + 17, share=0.003)
+    return run
+
+
+@pytest.fixture
+def run(template: Remembered, tmp_path: Path) -> Remembered:
+    copy = object.__new__(Remembered)
+    copy.__dict__ |= template.__dict__
+    copy.root = tmp_path / "checkpoints"
+    copy.deltas = copy.root / ".deltas"
+    shutil.copytree(template.root, copy.root, copy_function=shutil.copyfile)
+    return copy
+
+
+@pytest.mark.parametrize("every", [4, *also(1)])
+def test_every_version_is_restored_bit_for_bit(run: Remembered, every: int) -> None:
+    assert history(run.root) == run.published
+    for path in run.root.glob("global_step_*"):  # retention has deleted them
+        shutil.rmtree(path)
+    for version in run.published[::every]:
+        assert run.restored(version) == run.digests[version]
+
+
+def test_a_base_is_kept_every_so_many_versions_and_shares_the_bytes_of_its_checkpoint(template: Remembered) -> None:
+    bases = sorted(template.deltas.glob("*/global_step_*"))
+    assert bases == sorted([template.base(0), template.base(BASE_EVERY)])
+    for base in bases:
+        for path in base.glob("actor/*"):
+            assert path.samefile(template.root / base.name / "actor" / path.name)
+
+
+def test_what_only_readers_need_goes_once_none_needs_it(template: Remembered) -> None:
+    """The single steps and the spans of 16 stay."""
+    retired = [version for version in template.published if not (template.folder_of(version) / "index.json").exists()]
+    assert retired == template.published[: BASE_EVERY + 6]
+    lengths = set()
+    for number, version in enumerate(retired):
+        for path in template.folder_of(version).glob("rank-00000-*.delta"):
+            step = int(path.stem.rpartition("-")[2])
+            lengths.add(number - template.published.index(Version(0, step)))
+    assert lengths == {1, 16}
+
+
+def test_the_size_of_a_history_is_that_of_its_files(run: Remembered) -> None:
+    assert history_bytes(run.root) == sum(path.stat().st_size for path in run.deltas.rglob("*") if path.is_file())
+
+
+def test_readers_in_the_run_do_not_search_the_history(template: Remembered) -> None:
+    def index_of(version: Point) -> VersionIndex | None:
+        path = template.folder_of(Version(*version)) / "index.json"
+        return VersionIndex.read(path) if path.exists() else None
+
+    route = find_route(template.published[-1], template.published[0], template.full_bytes, index_of)
+    assert route is not None
+    assert route.full is not None
+
+
+@pytest.mark.parametrize("harm", [Path.unlink, flip], ids=["lost", "damaged"])
+def test_another_way_is_taken_where_a_delta_cannot_be_used(run: Remembered, harm: Callable[[Path], None]) -> None:
+    run.lose_delta(16, 16, harm)
+    assert run.restored(run.published[17]) == run.digests[run.published[17]]
+
+
+def test_a_version_is_lost_with_the_only_delta_to_it_and_later_ones_are_not(run: Remembered) -> None:
+    path = run.lose_delta(10, 1)
+    for number in (9, 16, 17):
+        assert run.restored(run.published[number]) == run.digests[run.published[number]]
+    for number in (10, 15):
+        with pytest.raises(RunError, match=f"no base and deltas lead to it: {path} cannot be read"):
+            run.restored(run.published[number])
+
+
+@pytest.mark.parametrize("harm", [Path.unlink, flip], ids=["lost", "damaged"])
+def test_a_base_that_cannot_be_used_is_made_up_for_by_the_one_before(
+    run: Remembered, harm: Callable[[Path], None]
+) -> None:
+    harm(next(run.base(BASE_EVERY).glob("actor/*")))
+    assert run.restored(run.published[-1]) == run.digests[run.published[-1]]
+    harm(next(run.base(0).glob("actor/*")))
+    with pytest.raises(RunError, match=r"no base and deltas lead to it: .*global_step"):
+        run.restored(run.published[3])
+
+
+def repr_of(text: str | None) -> str:
+    return repr(text)[:20]
+
+
+@pytest.mark.parametrize(
+    "text", [None, "", "[]", "[" * 99999, '{"format": 2, "full": null, "deltas": []}'], ids=repr_of
+)
+def test_a_version_whose_record_is_lost_is_an_error_and_others_are_restored(run: Remembered, text: str | None) -> None:
+    path = run.folder_of(run.published[5]) / "history.json"
+    path.unlink() if text is None else path.write_text(text)
+    with pytest.raises(RunError, match=r"history.json cannot be read"):
+        run.restored(run.published[5])
+    assert run.restored(run.published[16]) == run.digests[run.published[16]]
+
+
+def test_a_delta_of_another_version_is_not_taken(run: Remembered) -> None:
+    path, other = run.lose_delta(3, 1, lambda path: None), run.lose_delta(4, 1, lambda path: None)
+    path.write_bytes(other.read_bytes())
+    with pytest.raises(RunError, match="leads from version"):
+        run.restored(run.published[3])
+
+
+# ---- the folder after the end of an attempt
+
+
+def test_a_history_survives_the_end_of_its_attempt_without_leftovers(run: Remembered) -> None:
+    kept = {path.relative_to(run.root) for path in run.deltas.rglob("*")}
+    newest = run.folder_of(run.published[-1])
+    (newest / "full-explorer-0" / "actor").mkdir(parents=True)  # of a killed explorer
+    torn = run.deltas / "0-999999"  # of a publisher that was killed before the record
+    shutil.copytree(run.folder_of(run.published[7]), torn)
+    (torn / "history.json").unlink()
+    for _ in range(2):
+        recover(run.root)
+        assert {path.relative_to(run.root) for path in run.deltas.rglob("*")} == kept
+
+
+def test_deltas_without_a_history_go_with_their_attempt(run: Remembered) -> None:
+    for path in run.deltas.glob("*/history.json"):
+        path.unlink()
+    recover(run.root)
+    assert not run.deltas.exists()
