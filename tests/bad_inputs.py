@@ -301,7 +301,7 @@ _MODELS = [
     Bad(given=MODEL, files={"m/config.json": '{"model_type": '}, says=["model.path", "config.json cannot be read"]),
     Bad(given=MODEL, files={"m/config.json": "[]"}, says=["model.path", "not a JSON object"]),
     Bad(given=MODEL, files={"m/config.json": "{}", "m/model.safetensors": ""}, says=["model.path", "model_type"]),
-    Bad(given=MODEL, files=model(model_type="qwen33"), says=["model.path", "'qwen33'", "meant qwen3"]),
+    Bad(given=MODEL, files=model(model_type="qwen33"), says=["model.path", "'qwen33'", "did you mean qwen3"]),
     Bad(
         given=MODEL,
         files=model(model_type="mine", auto_map={"AutoConfig": "c.C"}),
