@@ -122,7 +122,10 @@ class Signalled:
 
     def says(self, expected: str) -> str:
         assert self.process.stdout is not None
-        line = self.process.stdout.readline().strip()
+        read = b""
+        while not read.endswith(b"\n") and (byte := os.read(self.process.stdout.fileno(), 1)):
+            read += byte  # no more than the line: `communicate` does not see what Python has read ahead
+        line = read.decode().strip()
         assert line.startswith(expected), line or self.process.communicate()[1]
         return line
 
