@@ -5,7 +5,6 @@ Lowest of all modules: it imports nothing of the project, so any package may use
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable, Iterable
 
 
@@ -44,6 +43,8 @@ class WaitTimeout(RunError):  # noqa: N818 - the name says what happened
 
 def near(word: str, known: Iterable[str]) -> str:
     """Return " (did you mean ...?)" with the nearest of some words; empty if none is near."""
+    import difflib  # processes that meet no error start without it
+
     found = difflib.get_close_matches(word, list(known), n=1)
     return f" (did you mean {found[0]}?)" if found else ""
 

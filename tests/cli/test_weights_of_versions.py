@@ -138,13 +138,24 @@ def test_a_full_disk_is_told_and_nothing_is_left(
     assert {path.name for path in tmp_path.iterdir()} == {"run"}
 
 
+def test_a_base_that_cannot_be_read_now_is_named(
+    run: Path, tmp_path: Path, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(source: Path, target: Path) -> None:
+        raise OSError(5, "Input/output error", str(source))
+
+    monkeypatch.setattr(shutil, "copyfile", refuse)
+    assert cli.main(["weights", str(run), "0-4", "-o", str(tmp_path / "out")]) == 1
+    assert re.search(r"actor/weights_rank-00000\.safetensors: Input/output error; nothing", capsys.readouterr().err)
+
+
 # ---- what the bytes of a history count for
 
 
 def test_the_list_of_checkpoints_says_what_the_history_takes(run: Path, template: Path, capsys: Capture) -> None:
     assert cli.main(["ckpt", "list", str(template)]) == 0
     told = capsys.readouterr().out.splitlines()[-1]
-    assert re.fullmatch(r"history: 8 versions, [\d.]+ kB, of which checkpoints above have [\d.]+ kB; .*", told)
+    assert re.fullmatch(r"history: 8 versions, [\d.]+ kB, [\d.]+ kB shared with the checkpoints above; .*", told)
 
 
 def test_what_a_base_shares_is_not_freed_with_the_checkpoint(template: Path, tmp_path: Path) -> None:

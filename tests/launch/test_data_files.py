@@ -30,7 +30,7 @@ def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Comput
     """A stand-in for the launcher, in a folder with data/a.jsonl, data/b.jsonl and c.jsonl."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
-    work = tmp_path / "work"
+    work = tmp_path / "mine"
     (work / "data").mkdir(parents=True)
     for name in ("data/a", "data/b", "c"):
         write(work / f"{name}.jsonl")
@@ -121,9 +121,9 @@ def test_a_resume_keeps_the_files_that_matched_first(
     capsys.readouterr()
     assert cli.main(["resume", str(run)]) == 0
     assert "changed: task.path" not in capsys.readouterr().err
-    work = tmp_path / "work"
+    work = tmp_path / "mine"
     assert launcher.calls[1].cfg.task.path == [f"{work}/data/a.jsonl", f"{work}/data/b.jsonl"]
-    assert cli.main(["resume", str(run), "task.path=work/data/*.jsonl"]) == 0
+    assert cli.main(["resume", str(run), "task.path=mine/data/*.jsonl"]) == 0
     assert prompts(launcher.calls[2].cfg) == ["a", "aa", "b"]
     assert len(saved(run).task.path) == 3
 
@@ -145,7 +145,7 @@ def test_one_file_of_a_list_counts_from_the_folder_of_the_command_as_the_list_do
 ) -> None:
     run = first("task.path=[c.jsonl,data/a.jsonl]")
     monkeypatch.chdir(tmp_path)
-    assert cli.main(["resume", str(run), "task.path.1=work/data/b.jsonl"]) == 0
+    assert cli.main(["resume", str(run), "task.path.1=mine/data/b.jsonl"]) == 0
     assert prompts(launcher.calls[-1].cfg) == ["c", "b"]
 
 
@@ -199,10 +199,10 @@ def test_a_repetition_has_the_same_files_and_their_names_are_in_the_digest(
     monkeypatch.chdir(tmp_path)
     assert cli.main(["reproduce", str(run)]) == 0
     assert prompts(launcher.calls[1].cfg) == ["c", "a", "b"]
-    Path("work/data").rename("work/moved")
+    Path("mine/data").rename("mine/moved")
     assert cli.main(["reproduce", str(run)]) == 2
-    assert f"task.path is {tmp_path}/work/data/a.jsonl, which does not exist here" in capsys.readouterr().err
-    moved = "task.path=[work/c.jsonl,work/moved/a.jsonl,work/moved/b.jsonl]"
+    assert f"task.path is {tmp_path}/mine/data/a.jsonl, which does not exist here" in capsys.readouterr().err
+    moved = "task.path=[mine/c.jsonl,mine/moved/a.jsonl,mine/moved/b.jsonl]"
     assert cli.main(["reproduce", str(run), moved]) == 0
     assert prompts(launcher.calls[2].cfg) == ["c", "a", "b"]
     digests = [read_record(call.run_dir / "run.json")["config_digest"] for call in launcher.calls]
@@ -225,11 +225,11 @@ def test_each_file_of_somebody_else_s_run_is_asked_for(
     (run / ".hydra" / "recorded.json").unlink()
     assert cli.main(["resume", str(run)]) == 2
     told = capsys.readouterr().err
-    assert f"task.path.0 is {tmp_path}/work/c.jsonl in the saved settings of {run}, a place outside" in told
-    assert f"task.path.1={tmp_path}/work/data/a.jsonl" in told
+    assert f"task.path.0 is {tmp_path}/mine/c.jsonl in the saved settings of {run}, a place outside" in told
+    assert f"task.path.1={tmp_path}/mine/data/a.jsonl" in told
     assert cli.main(["resume", str(run), "task.path=[c.jsonl,data/b.jsonl]"]) == 0
     (run / ".hydra" / "recorded.json").unlink()
-    assert cli.main(["resume", str(run), f"task.path.0={tmp_path}/work/c.jsonl", "task.path.1=data/b.jsonl"]) == 0
+    assert cli.main(["resume", str(run), f"task.path.0={tmp_path}/mine/c.jsonl", "task.path.1=data/b.jsonl"]) == 0
     assert prompts(launcher.calls[-1].cfg) == ["c", "b"]
 
 

@@ -307,8 +307,8 @@ def restored(root: Path, version: Point, output: Path) -> Iterator[RestoredVersi
     try:
         with TemporaryDirectory(prefix=f".{output.name}.", suffix=".tmp", dir=above) as into:
             yield restore_version(root, version, Path(into))
-    except OSError as error:
-        raise RunError(f"{output} cannot be written: {error.strerror or error}") from error
+    except OSError as error:  # of a file of the history, or of the disk of `output`
+        raise RunError(f"{error.filename or output}: {error.strerror or error}; nothing was written") from error
 
 
 def restore_version(root: Path, version: Point, into: Path) -> RestoredVersion:

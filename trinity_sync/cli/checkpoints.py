@@ -122,7 +122,7 @@ def _list(options: argparse.Namespace) -> int:
     if versions := history(root):
         shared = units.size(sum(map(shared_bytes, infos)))
         told = f"{units.plural(len(versions), 'version')}, {units.size(history_bytes(root))}"
-        print(f"history: {told}, of which checkpoints above have {shared}; `trinity-sync weights` writes each")
+        print(f"history: {told}, {shared} shared with the checkpoints above; `trinity-sync weights` writes any version")
     return 0
 
 

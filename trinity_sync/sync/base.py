@@ -224,7 +224,7 @@ class SyncMode(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """A publisher's report on a version, of which it may have sent a part only."""
+    """A publisher's report on a version. It may have sent a part of it only."""
 
     encoding: str
     nbytes: int
@@ -351,6 +351,16 @@ class LocalCopies(Protocol):
     def localize(self, lease: Lease) -> Lease: ...
 
     def close(self) -> None: ...
+
+
+def commit(side: TrainerSide, version: Version, location: str | None = None) -> None:
+    """Make a version the newest one for all readers. `location`: its folder, where readers need one."""
+    side.synchronizer.commit(version, location).result(side.synchronizer.timeout_s)
+
+
+def nodes_of(parts: Mapping[str, PartInfo]) -> list[str]:
+    """Return Ray's ids of the nodes that have parts."""
+    return sorted({info.node for info in parts.values()})
 
 
 def deliver_each(side: TrainerSide, explorers: Mapping[str, ExplorerClient], version: Version) -> Delivery:

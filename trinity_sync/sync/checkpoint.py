@@ -42,7 +42,9 @@ from trinity_sync.sync.base import (
     StateDictStore,
     SyncMode,
     TrainerSide,
+    commit,
     deliver_each,
+    nodes_of,
 )
 from trinity_sync.sync.deltas import DeltaCopies, DeltaTransport, FolderDeltas, VersionDeltas
 from trinity_sync.sync.links import BucketNotice, End, Spoke, Working
@@ -100,13 +102,13 @@ class CheckpointPublisher:
         self._durable = durable
 
     def publish(self, sealed: Sealed) -> Published | None:
-        self._commit(sealed, self._write(sealed))
+        commit(self._side, sealed.version, str(self._write(sealed)))
         return None
 
     def _write(self, sealed: Sealed) -> Path:
         """Write and commit the files of a whole version; return their folder."""
         version = sealed.version
-        nodes = sorted({info.node for info in sealed.parts.values()})
+        nodes = nodes_of(sealed.parts)
         folder = self._store.begin(version, nodes)
         try:
             metadata = {"attempt": str(version.attempt), "step": str(version.step)}
@@ -121,10 +123,6 @@ class CheckpointPublisher:
         except Exception as error:
             self._store.fail(version, str(error))
             raise
-
-    def _commit(self, sealed: Sealed, folder: Path) -> None:
-        synchronizer = self._side.synchronizer
-        synchronizer.commit(sealed.version, str(folder)).result(synchronizer.timeout_s)
 
     def deliver(self, explorers: Mapping[str, ExplorerClient], version: Version) -> Delivery:
         return deliver_each(self._side, explorers, version)
@@ -176,7 +174,7 @@ class DeltaPublisher(CheckpointPublisher):
         return report
 
     def _remember(self, sealed: Sealed, folder: Path, full: Path | None, deltas: list[tuple[Point, int]]) -> None:
-        """Make a version part of the run's history. `full`: the folder of its weights, of which it keeps a base."""
+        """Add a version to the run's history. `full`: the folder of its weights, which become a base."""
         base = None
         if full is not None:
             base = folder / f"global_step_{sealed.version.step}"
@@ -189,7 +187,7 @@ class DeltaPublisher(CheckpointPublisher):
 
 
 def _retire(folder: Path) -> None:
-    """Delete what only readers in the run need of a version; of a version of the history, that is part of it."""
+    """Delete the files of a version that only readers in the run need. The files of the history stay."""
     if not (folder / HISTORY).is_file():
         shutil.rmtree(folder, ignore_errors=True)
         return

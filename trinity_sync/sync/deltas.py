@@ -37,6 +37,8 @@ from trinity_sync.sync.base import (
     Published,
     TrainerSide,
     Transport,
+    commit,
+    nodes_of,
 )
 from trinity_sync.weights import delta
 from trinity_sync.weights.delta import DeltaError
@@ -63,8 +65,8 @@ Chain = Sequence[PartDelta]
 
 
 class VersionDeltas:
-    """The driver's half: has the agents encode each version against the one before, whose slot nobody fills until the
-    next one is committed.
+    """The driver's half. The agents encode each version against the one before. Nobody fills the slot of that one until
+    the next version is committed.
 
     Args:
         codec: `sync.delta.codec`.
@@ -81,15 +83,13 @@ class VersionDeltas:
         if self._before is None:
             return []
         given = sealed.version, sealed.slot, *self._before, None if folder is None else str(folder), *self._how
-        nodes = sorted({info.node for info in sealed.parts.values()})
-        calls = [self._side.agents[node].encode_deltas(*given, fsync=durable) for node in nodes]
+        calls = [self._side.agents[node].encode_deltas(*given, fsync=durable) for node in nodes_of(sealed.parts)]
         found = results(calls, self._side.timeout_s, f"make the deltas of version {sealed.version}")
         return [one for of_node in found for one in of_node]
 
     def commit(self, sealed: Sealed, location: str | None = None) -> None:
         """Commit a version whose deltas were made."""
-        synchronizer = self._side.synchronizer
-        synchronizer.commit(sealed.version, location).result(synchronizer.timeout_s)
+        commit(self._side, sealed.version, location)
         self._before = sealed.version, sealed.slot
 
     def report(self, sealed: Sealed, written: Sequence[WrittenDelta], *, with_full: bool) -> Published:
@@ -104,20 +104,22 @@ class VersionDeltas:
 
     def publish(self, sealed: Sealed) -> Published:
         """Have the agents keep the deltas to a version, and commit it."""
-        made = self.encode(sealed)
+        made, base = self.encode(sealed), self._before[0] if self._before else None
         full_bytes = sum(info.nbytes for info in sealed.parts.values())
-        pays = sum(one.nbytes for one in made if self._before and one.start == self._before[0]) < full_bytes
-        report = self.report(sealed, made, with_full=not (made and pays))
+        in_full = base is None or sum(one.nbytes for one in made if one.start == base) >= full_bytes
+        report = self.report(sealed, made, with_full=in_full)
         self.commit(sealed)
-        return report if pays else replace(report, encoding="full")
+        return replace(report, encoding="full") if in_full else report
 
     def share(self, sealed: Sealed, base: Version) -> dict[str, list[SharedDelta]] | None:
         """Return the deltas of all parts from a version that the agents keep; None: the version has to be sent in full,
         also where an agent does not answer.
         """
-        with contextlib.suppress(RunError):
+        try:
             return shared_deltas(self._side.agents, sealed.version, base, sealed.parts, self._side.timeout_s)
-        return None
+        except RunError as error:
+            story.warning("version %s is sent in full: %s", sealed.version, error)
+            return None
 
 
 class KeptDeltas:
@@ -165,8 +167,7 @@ def shared_deltas(
     """Return the deltas of all parts from a held version to another, which the agents keep; None: there are not all, or
     they have as many bytes as the version.
     """
-    nodes = sorted({info.node for info in parts.values()})
-    calls = [agents[node].share_deltas(version, held) for node in nodes]
+    calls = [agents[node].share_deltas(version, held) for node in nodes_of(parts)]
     found = {part: one for of_node in results(calls, timeout_s * _FETCH_SHARE) for part, one in of_node.items()}
     nbytes = sum(one.nbytes for chain in found.values() for one in chain)
     return found if found.keys() == parts.keys() and nbytes < sum(info.nbytes for info in parts.values()) else None
@@ -229,8 +230,8 @@ class FolderDeltas:
     def whole(self, lease: Lease) -> Iterator[Lease]:
         """Have the agents write the leased slot to a folder."""
         folder = Path(str(lease.location)) / f"full-{self._side.name}"
-        nodes = sorted({info.node for info in lease.parts.values()})
-        calls = [self._side.agents[node].write(lease.slot, str(folder), {}, fsync=False) for node in nodes]
+        agents = [self._side.agents[node] for node in nodes_of(lease.parts)]
+        calls = [agent.write(lease.slot, str(folder), {}, fsync=False) for agent in agents]
         try:
             results(calls, self._side.timeout_s, f"write version {lease.version} in full")
             yield replace(lease, location=str(folder))

@@ -40,6 +40,7 @@ from trinity_sync.sync.base import (
     SyncMode,
     TrainerSide,
     Transport,
+    commit,
     deliver_each,
 )
 from trinity_sync.sync.deltas import (
@@ -99,8 +100,7 @@ class MemoryPublisher:
     def publish(self, sealed: Sealed) -> Published | None:
         if self._deltas is not None:
             return self._deltas.publish(sealed)
-        synchronizer = self._side.synchronizer
-        synchronizer.commit(sealed.version).result(synchronizer.timeout_s)
+        commit(self._side, sealed.version)
         return None
 
     def deliver(self, explorers: Mapping[str, ExplorerClient], version: Version) -> Delivery:

@@ -48,6 +48,7 @@ from trinity_sync.sync.base import (
     SyncMode,
     TrainerSide,
     Transport,
+    commit,
 )
 from trinity_sync.sync.broadcast_group import BroadcastGroup, Wait, enter, serve_store
 from trinity_sync.sync.deltas import Deltas, DeltaTransport, VersionDeltas, fetch_delta, read_chain
@@ -113,11 +114,11 @@ class NcclPublisher:
         self._held = WeakKeyDictionary[ExplorerClient, Version]()  # where the last load succeeded
 
     def publish(self, sealed: Sealed) -> Published | None:
+        report = None
         if self._deltas is not None:
             report = self._deltas.publish(sealed)
         else:
-            synchronizer, report = self._side.synchronizer, None
-            synchronizer.commit(sealed.version).result(synchronizer.timeout_s)
+            commit(self._side, sealed.version)
         self._sealed = sealed
         return report
 

@@ -54,7 +54,7 @@ def recover(
 
 
 def _clean_deltas(root: Path) -> None:
-    """Delete the deltas of ended attempts, of which no explorer holds a version, except those of a run's history."""
+    """Delete the deltas of ended attempts, whose versions no explorer holds. The history of a run stays."""
     deltas, kept = root / contents.DELTAS, catalog.history(root)
     if deltas.is_dir() and not kept:
         delete_folder(root, deltas)
