@@ -444,6 +444,13 @@ def test_agents_keep_no_more_deltas_than_pay(in_memory: MemoryRun) -> None:
     assert (report.bytes_moved, report.fault) == (in_memory.full_bytes, None)
 
 
+def test_a_version_that_readers_take_in_full_is_published_as_full(in_memory: MemoryRun) -> None:
+    in_memory.publish()
+    in_memory.publish(share=1.0)
+    assert [sent.encoding for sent in in_memory.sent] == ["full", "full"]
+    assert all(sent.nbytes >= in_memory.full_bytes for sent in in_memory.sent)
+
+
 @pytest.mark.parametrize("how", ["lost", "other weights"])
 def test_kept_deltas_that_cannot_be_used_cost_a_full_version_and_are_told(in_memory: MemoryRun, how: str) -> None:
     loader, here = in_memory.explorer()
