@@ -384,9 +384,9 @@ def test_the_folder_of_the_full_version_is_kept_while_it_is_read(run: Run) -> No
 class MemoryRun(Run):
     """A trainer whose agents keep the deltas."""
 
-    def __init__(self, trainer: PretendTrainer, root: Path) -> None:
+    def __init__(self, trainer: PretendTrainer, root: Path, codec: str = "auto") -> None:
         super().__init__(trainer, root)
-        self._mode = MemoryMode(encoding="delta", delta=SimpleNamespace(codec="auto"))
+        self._mode = MemoryMode(encoding="delta", delta=SimpleNamespace(codec=codec))
         self.publisher = self._mode.publisher(side_of(trainer))
 
     def route(self, held: Version | None) -> Route | None:
@@ -444,11 +444,15 @@ def test_agents_keep_no_more_deltas_than_pay(in_memory: MemoryRun) -> None:
     assert (report.bytes_moved, report.fault) == (in_memory.full_bytes, None)
 
 
-def test_a_version_that_readers_take_in_full_is_published_as_full(in_memory: MemoryRun) -> None:
-    in_memory.publish()
-    in_memory.publish(share=1.0)
-    assert [sent.encoding for sent in in_memory.sent] == ["full", "full"]
-    assert all(sent.nbytes >= in_memory.full_bytes for sent in in_memory.sent)
+def test_a_version_that_readers_take_in_full_is_published_as_full(trainer: PretendTrainer, tmp_path: Path) -> None:
+    """Deltas of the codec `full` are larger than the version."""
+    run = MemoryRun(trainer, tmp_path, codec="full")
+    loader, here = run.explorer()
+    for _ in range(2):
+        run.publish(share=1.0)
+        assert assert_holds(loader, here, run).bytes_moved == run.full_bytes
+    assert [sent.encoding for sent in run.sent] == ["full", "full"]
+    assert all(sent.nbytes >= run.full_bytes for sent in run.sent)
 
 
 @pytest.mark.parametrize("how", ["lost", "other weights"])

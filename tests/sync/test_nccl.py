@@ -203,9 +203,9 @@ class Following:
         self._ranks = ranks
         self.publisher = self.publisher_of(LIMIT)
 
-    def publisher_of(self, timeout_s: float) -> NcclPublisher:
+    def publisher_of(self, timeout_s: float, codec: str = "auto") -> NcclPublisher:
         given = {"synchronizer": self.trainer.synchronizer, "agents": self.trainer.agents, "ranks": self._ranks}
-        return NcclPublisher(TrainerSide(**given, timeout_s=timeout_s), "gloo", SimpleNamespace(codec="auto"))
+        return NcclPublisher(TrainerSide(**given, timeout_s=timeout_s), "gloo", SimpleNamespace(codec=codec))
 
     def publish(self, share: float = 0.01) -> Sealed:
         """Publish a version with a share of new elements."""
@@ -243,10 +243,13 @@ def test_explorers_that_hold_different_versions_get_deltas_of_their_own(followin
     assert [following.is_delta(report) for report in following.deliver(following.publish())] == [True, True]
 
 
-def test_a_version_that_changes_most_elements_is_broadcast_in_full(following: Following) -> None:
-    following.deliver(following.publish())
+def test_a_version_whose_deltas_are_larger_is_broadcast_in_full(following: Following) -> None:
+    """Those of the codec `full` are."""
+    following.publisher = following.publisher_of(LIMIT, codec="full")
+    first = following.deliver(following.publish())
     reports = following.deliver(following.publish(share=1.0))
-    assert [(following.is_delta(report), report.fault) for report in reports] == [(False, None)] * 2
+    told = [(report.explorer, report.bytes_moved, report.fault) for report in reports]
+    assert told == [(report.explorer, report.bytes_moved, None) for report in first]
 
 
 @pytest.mark.parametrize("how", ["change", "restart"])

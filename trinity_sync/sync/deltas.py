@@ -73,7 +73,7 @@ class VersionDeltas:
         spans: as of `PartEncoder`.
     """
 
-    def __init__(self, side: TrainerSide, codec: str, spans: Sequence[int] = SPANS) -> None:
+    def __init__(self, side: TrainerSide, codec: str, spans: tuple[int, ...] = SPANS) -> None:
         self._side = side
         self._how = codec, spans
         self._before: tuple[Version, int] | None = None  # the last version and its slot

@@ -11,7 +11,7 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
@@ -94,7 +94,7 @@ class NodeAgent:
         self._row_processes = RowProcesses(min(config.threads, _ROW_PROCESSES))
         self._arena: SlotArena | None = None
         self._maps: dict[tuple[int, str], mmap.mmap] = {}
-        self._encoders: dict[str, PartEncoder] = {}
+        self._encoders: dict[tuple[str, str, tuple[int, ...]], PartEncoder] = {}  # by part, codec and spans
         self._kept: dict[str, KeptDeltas] = {}
         self._staged: dict[Version, dict[str, float]] = {}
         self._rows: dict[Version, list[RowDigests]] = {}
@@ -289,7 +289,7 @@ class NodeAgent:
         base_slot: int,
         folder: str | None,
         codec: str,
-        spans: Sequence[int],
+        spans: tuple[int, ...],
         *,
         fsync: bool = False,
     ) -> list[WrittenDelta]:
@@ -299,7 +299,7 @@ class NodeAgent:
 
         def encode(part: str) -> list[WrittenDelta]:
             layout = self._layouts[part]
-            encoder = self._encoders.setdefault(part, PartEncoder(layout, codec, spans))
+            encoder = self._encoders.setdefault((part, codec, spans), PartEncoder(layout, codec, spans))
             kept = self._kept.setdefault(part, KeptDeltas(layout.nbytes))
             segments = self._maps[base_slot, part], self._maps[slot, part]
             found = []
