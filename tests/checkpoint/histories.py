@@ -38,7 +38,9 @@ def remember(root: Path, attempt: int, first: int, states: Sequence[Tensors]) ->
             files = written.write_parts(root.parent / "states" / folder.name, state, 2)
             base, starts = None, []
             if step == first:
-                keep_weights(commit_weights(root, step, state, attempt=attempt), folder / f"global_step_{step}")
+                keep_weights(
+                    commit_weights(root, step, state, attempt=attempt), folder / f"global_step_{step}", durable=False
+                )
                 base = f".deltas/{folder.name}/global_step_{step}"
             else:
                 folder.mkdir(parents=True)

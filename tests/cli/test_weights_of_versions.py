@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
+import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -149,6 +151,26 @@ def test_a_base_that_cannot_be_read_now_is_named(
     assert re.search(r"actor/weights_rank-00000\.safetensors: Input/output error; nothing", capsys.readouterr().err)
 
 
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_leaves_no_copy_of_the_version(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: signal.Signals
+) -> None:
+    before = signal.getsignal(number)
+    monkeypatch.setattr(shutil, "copyfile", lambda *given: os.kill(os.getpid(), number))
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["weights", str(run), "0-4", "-o", str(tmp_path / "out")])
+    assert ended.value.code == 128 + number
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}
+    assert signal.getsignal(number) == before
+
+
+def test_an_output_in_the_checkpoint_folder_is_refused(run: Path, capsys: Capture) -> None:
+    inside = run / "checkpoints" / ".deltas" / "mine"
+    assert cli.main(["weights", str(run), "0-4", "-o", str(inside)]) == 2
+    assert "lies in the checkpoint folder" in capsys.readouterr().err
+    assert not inside.exists()
+
+
 # ---- what the bytes of a history count for
 
 
@@ -169,6 +191,22 @@ def test_what_a_base_shares_is_not_freed_with_the_checkpoint(template: Path, tmp
     [gone], _ = prune(root, [old, new], now=0.0)
     assert gone["freed_bytes"] == old.bytes
     assert catalog.history_bytes(root) > size
+
+
+def test_files_that_cannot_be_read_now_do_not_stop_retention(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root = tmp_path / "checkpoints"
+    remember(root, 0, 2, [weights(0, 2), weights(0, 3)])
+    commit_weights(root, 3, weights(0, 3))
+    stat = Path.stat
+
+    def refused(path: Path, **given: bool) -> os.stat_result:
+        if path.suffix in (".delta", ".safetensors"):
+            raise OSError(5, "Input/output error", str(path))
+        return stat(path, **given)
+
+    monkeypatch.setattr(Path, "stat", refused)
+    rows = prune_plan(root, [KeepLast(1), KeepVersions(), KeepWithinBudget(1)], now=0.0, keep_state_dicts=1)
+    assert [(row.step, row.keep) for row in rows] == [(2, False), (3, True)]
 
 
 def test_a_history_counts_for_a_budget_and_is_not_deleted(tmp_path: Path) -> None:

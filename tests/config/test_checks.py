@@ -570,6 +570,8 @@ def test_versions_are_kept_where_they_travel_as_files_of_deltas(sync: list[str])
         "retention.policies.keep_versions is for sync=checkpoint sync.encoding=delta"
     )
     check(compose([keep, "sync=checkpoint", "sync.encoding=delta"]))
+    unchecked = refused(keep, "sync=checkpoint", "sync.encoding=delta", "sync.verify=bucket")
+    assert unchecked.startswith("sync.verify is bucket; keep_versions compares digests")
 
 
 def test_a_policy_of_ours_may_be_given_by_its_name_alone() -> None:

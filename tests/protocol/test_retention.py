@@ -166,6 +166,12 @@ def test_the_bytes_of_a_history_count_for_a_budget() -> None:
     assert "and the history of versions (15 bytes), take 25 bytes" in newest.warnings[0]
 
 
+def test_a_history_over_the_budget_costs_no_checkpoint() -> None:
+    decisions = decide([full(1), full(2)], (KeepWithinBudget(30),), NOW, history=31)
+    assert [one.keep for one in decisions] == [True, True]
+    assert "and the history of versions (31 bytes), take 51 bytes" in decisions[-1].warnings[0]
+
+
 def test_a_budget_that_cannot_be_met_is_a_warning_not_a_deletion() -> None:
     decisions = decide([full(1, pinned=True), full(2)], (KeepWithinBudget(5),), NOW)
     assert all(decision.keep for decision in decisions)

@@ -16,7 +16,7 @@ from tests.weights.helpers import reference_digest
 from trinity_sync.actors.agent_client import AgentClient
 from trinity_sync.actors.synchronizer_client import Sealed
 from trinity_sync.checkpoint.export import restore_version
-from trinity_sync.checkpoint.folder.catalog import history, history_bytes
+from trinity_sync.checkpoint.folder.catalog import history, history_bytes, verify
 from trinity_sync.checkpoint.folder.commits import keep_weights
 from trinity_sync.checkpoint.folder.contents import Manifest, file_entry, write_manifest
 from trinity_sync.checkpoint.folder.recovery import recover
@@ -44,7 +44,7 @@ class CommittedStore(FolderStore):
         return folder
 
     def keep(self, folder: Path, target: Path) -> None:
-        keep_weights(folder, target)
+        keep_weights(folder, target, durable=False)
 
 
 class Remembered(Run):
@@ -180,6 +180,34 @@ def test_a_base_that_cannot_be_used_is_made_up_for_by_the_one_before(
     harm(next(run.base(0).glob("actor/*")))
     with pytest.raises(RunError, match=r"no base and deltas lead to it: .*global_step"):
         run.restored(run.published[3])
+
+
+def test_the_nearest_base_is_taken_and_no_record_before_it_is_read(
+    run: Remembered, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read = VersionIndex.read
+    seen: set[str] = set()
+
+    def counted(path: Path) -> VersionIndex:
+        seen.add(path.parent.name)
+        return read(path)
+
+    monkeypatch.setattr(VersionIndex, "read", counted)
+    number = BASE_EVERY + 2
+    assert run.restored(run.published[number]) == run.digests[run.published[number]]
+    assert seen == {run.folder_of(version).name for version in run.published[BASE_EVERY : number + 1]}
+
+
+def test_a_base_that_was_begun_before_is_made_again(run: Remembered, tmp_path: Path) -> None:
+    """As after a copy that a full disk cut, where there are no links."""
+    base = tmp_path / "global_step_0"
+    keep_weights(run.base(0), base, durable=True)
+    path = next(base.glob("actor/*"))
+    path.unlink()
+    path.write_bytes(b"cut")
+    keep_weights(run.base(0), base, durable=True)
+    assert verify(base).ok
+    assert [path.name for path in tmp_path.iterdir() if "global_step" in path.name] == ["global_step_0"]
 
 
 def repr_of(text: str | None) -> str:

@@ -7,6 +7,7 @@ and renamed when it is complete and its digest is right; a failure leaves nothin
 from __future__ import annotations
 
 import json
+import math
 import os
 import secrets
 import shutil
@@ -294,10 +295,6 @@ def _check_links(config: Path, opened: Path) -> None:
 # Versions of a run's history: made from a base and deltas in a temporary folder, and exported from there.
 
 
-_ANY_BYTES = 1 << 60
-"""The size of a base, for the search of a route, which may have any number of bytes."""
-
-
 @contextmanager
 def restored(root: Path, version: Point, output: Path) -> Iterator[RestoredVersion]:
     """Make a version (attempt, step) of the history in a checkpoint folder for an export to `output`, next to which it
@@ -327,7 +324,7 @@ def restore_version(root: Path, version: Point, into: Path) -> RestoredVersion:
         return index._replace(full=None if at in lost else index.full, deltas=found)
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        while (route := find_route(version, None, _ANY_BYTES, index_of)) is not None and route.full is not None:
+        while (route := find_route(version, None, 0, index_of, math.inf)) is not None and route.full is not None:
             base = root / route.full[1]
             if not (report := verify(base)).ok:
                 faults.append(report.problems[0])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
@@ -19,6 +20,7 @@ from trinity_sync.checkpoint.folder.leases import check_free, find_config
 from trinity_sync.cli.checkpoints import PATH_HELP, add_step, find, given_step, newest, of_step
 from trinity_sync.cli.tables import print_json, print_table
 from trinity_sync.errors import ConfigError
+from trinity_sync.host.interrupts import handling
 from trinity_sync.protocol.parts import version_folder
 from trinity_sync.tracking import units
 from trinity_sync.tracking.units import progress_bar
@@ -115,6 +117,8 @@ def _export(options: argparse.Namespace) -> int:
     from trinity_sync.checkpoint.export import export_checkpoint, restored
 
     with ExitStack() as opened:
+        # so that a signal leaves no copy of a version
+        opened.enter_context(handling((signal.SIGTERM, signal.SIGHUP), lambda number, frame: sys.exit(128 + number)))
         made = None if wanted is None else opened.enter_context(restored(*wanted, options.output))
         keep = opened.enter_context(_leased(folder))  # a history needs none
         progress = opened.enter_context(progress_bar("exporting", shown=not options.json))
@@ -254,6 +258,8 @@ def _wanted(options: argparse.Namespace) -> tuple[Path, tuple[int, int]]:
             f"{options.path} has no history of versions: it is of runs with retention=[keep_last,keep_versions]; its "
             "checkpoints are exported by `trinity-sync ckpt export`"
         )
+    if options.output.absolute().is_relative_to(root.absolute()):
+        raise ConfigError(f"{options.output} lies in the checkpoint folder, which a run cleans; name another place")
     found = [one for one in there if one[1] == step and attempt in (None, one[0])]
     if found:
         return root, found[-1]

@@ -328,6 +328,10 @@ def _check_retention(get: Get) -> Iterator[Problem]:
             if isinstance(policy, KeepVersions) and (get("sync.mode"), get("sync.encoding")) != ("checkpoint", "delta"):
                 told = "is for sync=checkpoint sync.encoding=delta, where versions are files; choose these"
                 yield Problem(key, f"{told}, or leave keep_versions out of retention")
+            elif isinstance(policy, KeepVersions) and get("sync.verify") != "full":
+                yield Problem(
+                    "sync.verify", f"is {get('sync.verify')}; keep_versions compares digests, so set it to full"
+                )
         except ConfigError as error:
             # policies know their ranges and name the key themselves
             key, _, text = str(error).partition(" ")

@@ -347,7 +347,7 @@ def decide(
         total = history + sum(checkpoint.bytes for checkpoint in staying)
         # Stable: within "kept by one rule" and "kept by several", oldest first.
         for checkpoint in sorted(staying, key=lambda c: len(kept[c.step]) > 1):
-            if total <= budget or protected[checkpoint.step]:
+            if total <= budget or history > budget or protected[checkpoint.step]:  # no deletion meets it
                 continue
             total -= checkpoint.bytes
             gone[checkpoint.step] = (

@@ -334,10 +334,10 @@ class WeightSaves:
 
     def keep(self, folder: Path, target: Path) -> None:
         try:
-            keep_weights(folder, target)
+            keep_weights(folder, target, durable=self._durable)
         except (FileNotFoundError, NoManifestError):  # without an atomic exchange, while a full checkpoint replaces it
             time.sleep(1.0)
-            keep_weights(folder, target)
+            keep_weights(folder, target, durable=self._durable)
 
     def _notify(self, version: Version, part: str, files: list[FileEntry], digest: str | None) -> None:
         call = self._monitor.notify_finished(

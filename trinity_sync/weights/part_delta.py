@@ -14,7 +14,7 @@ import json
 import struct
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor
+from concurrent.futures import Executor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -216,7 +216,12 @@ class PartDelta:
             if delta_of is not None:
                 delta.apply(piece, delta_of, dtype, piece, kept=False)
 
-        list(pool.map(change, _arrays(layout, segment), self.pieces, (dtype for *_, dtype in layout.by_shard)))
+        dtypes = (dtype for *_, dtype in layout.by_shard)
+        given = zip(_arrays(layout, segment), self.pieces, dtypes, strict=True)
+        changes = [pool.submit(change, *one) for one in given]
+        wait(changes)  # also after an error: the caller may use the segment again
+        for one in changes:
+            one.result()
 
 
 def _arrays(layout: PartLayout, segment: Segment) -> list[Elements]:
@@ -273,19 +278,25 @@ class Route(NamedTuple):
 
 
 def find_route(
-    version: Point, held: Point | None, full_bytes: int, index_of: Callable[[Point], VersionIndex | None]
+    version: Point,
+    held: Point | None,
+    full_bytes: int,
+    index_of: Callable[[Point], VersionIndex | None],
+    most: float | None = None,
 ) -> Route | None:
     """Return the route of the fewest bytes to a version, from the held version or from a full one of so many bytes;
     None: no deltas lead there, or so many that to send the version in full costs less.
 
     Args:
         index_of: what leads to a version; None: nothing.
+        most: limit of the bytes; None: those of two full versions.
     """
+    most = 2 * full_bytes if most is None else most
     todo: list[tuple[int, Point, Route]] = [(0, version, Route((), None))]
     done = set[Point]()
     while todo:
         nbytes, at, route = heapq.heappop(todo)
-        if nbytes > 2 * full_bytes:
+        if nbytes > most:
             break
         if at == held or route.full is not None:
             return route

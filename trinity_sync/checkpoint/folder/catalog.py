@@ -177,21 +177,26 @@ def history_bytes(root: Path) -> int:
 
 
 def bytes_in(folder: Path) -> int:
-    """Return the bytes of a folder's files, including those being written."""
+    """Return the bytes of a folder's files, including those being written, without files that cannot be read now."""
     found = 0
-    for path in folder.rglob("*"):
-        with suppress(FileNotFoundError):
-            found += path.stat().st_size if path.is_file() else 0
+    for parent, _, names in os.walk(folder):  # of folders that vanish meanwhile it says nothing
+        for name in names:
+            with suppress(OSError):
+                found += Path(parent, name).stat().st_size
     return found
 
 
 def shared_bytes(info: CheckpointInfo) -> int:
     """Return the size of a checkpoint's files that the history of its run has as well, so that deleting the checkpoint
-    does not free them, bytes.
+    does not free them, bytes. Files that cannot be read now do not count.
     """
+    found = 0
     files = info.manifest.files if info.manifest is not None and (info.path.parent / contents.DELTAS).is_dir() else ()
-    published = [(info.path / entry.path, entry.bytes) for entry in files if entry.path.startswith(contents.WEIGHTS)]
-    return sum(size for path, size in published if path.is_file() and path.stat().st_nlink > 1)
+    for entry in files:
+        with suppress(OSError):
+            if entry.path.startswith(contents.WEIGHTS) and (info.path / entry.path).stat().st_nlink > 1:
+                found += entry.bytes
+    return found
 
 
 def committed_manifest(folder: Path) -> Manifest | None:

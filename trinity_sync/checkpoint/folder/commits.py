@@ -100,16 +100,23 @@ def taken(root: Path, step: int, attempt: int) -> bool:
     return staged and look_at(root, step).state in _NOT_OURS
 
 
-def keep_weights(folder: Path, target: Path) -> None:
+def keep_weights(folder: Path, target: Path, *, durable: bool) -> None:
     """Make another folder the weights-only checkpoint of a committed step, with links to its files. It stays when the
-    step is replaced, set aside or deleted. May be called again.
+    step is replaced, set aside or deleted. What is there of an earlier call is replaced.
     """
     manifest = read_manifest(folder)
     files = tuple(entry for entry in manifest.files if entry.path.startswith(contents.WEIGHTS))
+    draft = target.with_name(f".{target.name}")
+    for earlier in (draft, target):
+        shutil.rmtree(earlier, ignore_errors=True)
     for entry in files:
-        if not (target / entry.path).exists():
-            contents.link_or_copy(folder / entry.path, target / entry.path)
-    write_manifest(target, replace(manifest, kind=STATE_DICT, files=files))
+        contents.link_or_copy(folder / entry.path, draft / entry.path)
+    if durable:
+        sync_tree(draft)
+    write_manifest(draft, replace(manifest, kind=STATE_DICT, files=files))
+    draft.rename(target)
+    if durable:
+        sync_folder(target.parent)
 
 
 def adopt_folder(root: Path, source: Path, step: int) -> None:
