@@ -200,14 +200,14 @@ def test_the_nearest_base_is_taken_and_no_record_before_it_is_read(
 
 def test_a_base_that_was_begun_before_is_made_again(run: Remembered, tmp_path: Path) -> None:
     """As after a copy that a full disk cut, where there are no links."""
-    base = tmp_path / "global_step_0"
+    base = tmp_path / run.base(0).name
     keep_weights(run.base(0), base, durable=True)
     path = next(base.glob("actor/*"))
     path.unlink()
     path.write_bytes(b"cut")
     keep_weights(run.base(0), base, durable=True)
     assert verify(base).ok
-    assert [path.name for path in tmp_path.iterdir() if "global_step" in path.name] == ["global_step_0"]
+    assert [path.name for path in tmp_path.iterdir() if "global_step" in path.name] == [base.name]
 
 
 def repr_of(text: str | None) -> str:
