@@ -33,8 +33,8 @@ AIMS = {
 """The figures to reach; at most so many of each."""
 
 LIMITS = {
-    "lines": 69_020,
-    "modules": 303,
+    "lines": 69_200,
+    "modules": 304,
     "docstring lines / code lines": 0.26,
     "import lines / code lines": 0.11,
     "modules on the path of a full save": 20,

@@ -2,7 +2,9 @@ from __future__ import annotations
 
 import mmap
 import random
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
@@ -10,6 +12,7 @@ from tests.weights.helpers import local_elements, random_tensor, raw, without_na
 from trinity_sync.weights import staging
 from trinity_sync.weights.layout import LayoutError, PartLayout
 from trinity_sync.weights.shards import flat_range, whole
+from trinity_sync.weights.slots import MappedSegments, SegmentError
 from trinity_sync.weights.staging import StageError, pin_segment, stage, unpin_segment
 
 
@@ -139,6 +142,38 @@ def test_a_segment_whose_page_locking_was_refused_is_not_unlocked(monkeypatch: p
     unpin_segment(segment)
     unpin_segment(segment)
     runtime.launch()
+    assert runtime.locked == set()
+
+
+def test_a_reader_page_locks_what_it_maps_until_it_lets_it_go(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory that stays locked after it was unmapped would be read in place of what is mapped there next."""
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: False)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    path, next_one = tmp_path / "segment", tmp_path / "next"
+    for file in (path, next_one):
+        file.write_bytes(bytes(4096))
+    segments = MappedSegments(pinned=True)
+    unused = segments.get(path, 4096)
+    assert runtime.locked == set()  # this process has not used a GPU
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    del unused
+    next_one.rename(path)
+    first = segments.get(path, 4096)
+    address = np.frombuffer(first, np.uint8).ctypes.data
+    assert runtime.locked == {address}
+    next_one.write_bytes(bytes(4096))
+    next_one.rename(path)
+    second = segments.get(path, 4096)
+    assert runtime.locked == {np.frombuffer(second, np.uint8).ctypes.data} != {address}
+    path.unlink()
+    with pytest.raises(SegmentError):
+        segments.get(path, 4096)
+    assert runtime.locked == set()
+    next_one.write_bytes(bytes(4096))
+    segments.get(next_one, 4096)
+    del segments
     assert runtime.locked == set()
 
 

@@ -147,7 +147,7 @@ class MemoryTransport:
         self._agents = agents
         self._layouts = layouts
         self._timeout_s = timeout_s
-        self._segments = MappedSegments()
+        self._segments = MappedSegments(pinned=True)
         self._node = ray.get_runtime_context().get_node_id() if node is None else node
 
     def buckets(

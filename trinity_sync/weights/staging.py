@@ -190,6 +190,12 @@ def pin_segment(segment: Segment) -> bool:
     return False
 
 
+def pin_where_used(segment: Segment) -> None:
+    """Page-lock a mapped segment if this process has used a GPU; another one is not woken for it."""
+    if torch.cuda.is_initialized():
+        pin_segment(segment)
+
+
 def unpin_segment(segment: Segment) -> None:
     """Undo `pin_segment`, before the segment is unmapped; do nothing where it did not work."""
     address = np.frombuffer(segment, np.uint8).ctypes.data

@@ -6,10 +6,13 @@ device: the digest of an explorer's tensors equals the one that the trainer's ra
 
 from __future__ import annotations
 
+import logging
 import re
 import warnings
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
+from functools import cache
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 import torch
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+
+logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 4 << 20
 """Bytes in wire dtype that are cast at a time: bounds temporary memory, and stays in the cache on a CPU."""
@@ -269,12 +274,32 @@ def row_digests(tensor: torch.Tensor, dtype: str) -> bytes:
     row_bytes = cols * shards.itemsize(dtype)
     if tensor.ndim < 2:
         tensor = tensor.reshape(1, cols)
+    if tensor.is_cuda and rows and (gpu := _gpu_digests()) is not None and gpu.takes(row_bytes):
+        digests: bytes = gpu.row_digests(tensor, to_torch(dtype))
+        return digests
     if row_bytes > CHUNK_BYTES:
         return b"".join(_long_row_digest(tensor[row], dtype) for row in range(rows))
     step = CHUNK_BYTES // row_bytes if row_bytes else max(rows, 1)
     return b"".join(
         rows_digest(_wire_bytes(chunk, dtype).reshape(len(chunk), row_bytes)) for chunk in tensor.split(step) if rows
     )
+
+
+@cache
+def _gpu_digests() -> ModuleType | None:
+    """Return the digests of rows on GPUs; None: they do not work here, so rows are copied to be digested."""
+    try:
+        from trinity_sync.weights import cuda_digests
+
+        for cols in (160, 512, 1028):  # below one block, the most of one, and more
+            matrix = torch.arange(3 * cols, dtype=torch.int16).view(3, cols).bfloat16()
+            right = rows_digest(matrix.view(torch.uint8).numpy())
+            if cuda_digests.row_digests(matrix.cuda(), torch.bfloat16) != right:
+                raise RuntimeError("a digest was wrong")
+    except Exception as error:  # without Triton, a C compiler for it, or a GPU that it knows
+        logger.warning("digests are not computed on the GPU: %s: %s", type(error).__name__, error)
+        return None
+    return cuda_digests
 
 
 def _long_row_digest(row: torch.Tensor, dtype: str) -> bytes:

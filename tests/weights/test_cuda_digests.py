@@ -1,0 +1,81 @@
+"""Digests of rows on a GPU: the same bytes as on the CPU.
+
+Without a GPU they run in Triton's interpreter, where Triton is installed and ``TRITON_INTERPRET=1`` was set before.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+from xxhash import xxh3_128_digest
+
+from trinity_sync import weights
+from trinity_sync.weights import tensors
+from trinity_sync.weights.tensors import from_torch, row_digests
+
+NAME = "trinity_sync.weights.cuda_digests"
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+
+@pytest.fixture
+def digests() -> ModuleType:
+    if DEVICE == "cpu" and not os.environ.get("TRITON_INTERPRET"):
+        pytest.skip("needs a GPU, or Triton's interpreter")
+    return importlib.import_module(NAME)
+
+
+@pytest.mark.parametrize("row_bytes", [248, 256, 1024, 1032, 1088, 2048, 2056, 6008])
+def test_rows_have_the_digests_that_the_cpu_gives_them(digests: ModuleType, row_bytes: int) -> None:
+    torch.manual_seed(row_bytes)
+    matrix = torch.randint(0, 256, (11, row_bytes), dtype=torch.uint8)
+    right = b"".join(xxh3_128_digest(row.numpy().data) for row in matrix)
+    assert digests.row_digests(matrix.to(DEVICE), torch.uint8) == right
+
+
+@pytest.mark.parametrize(
+    "matrix",
+    [
+        torch.randn(5, 160).bfloat16(),
+        torch.randn(5, 64, 3),
+        torch.randn(160, 5).t(),
+        torch.randn(1601)[1:].view(10, 160).bfloat16(),
+        torch.randn(803).bfloat16()[3:].view(5, 160),
+    ],
+    ids=["plain", "experts", "turned", "cast", "odd address"],
+)
+def test_a_cast_a_view_and_an_odd_address_change_nothing(digests: ModuleType, matrix: torch.Tensor) -> None:
+    on_device = matrix.to(DEVICE) if DEVICE == "cuda" else matrix
+    for dtype in (matrix.dtype, torch.bfloat16):
+        assert digests.row_digests(on_device, dtype) == row_digests(matrix, from_torch(dtype))
+
+
+def test_parts_of_a_matrix_are_digested_one_after_another(digests: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digests, "_CHUNK_BYTES", 1000)
+    matrix = torch.randn(7, 160)
+    assert digests.row_digests(matrix.to(DEVICE), torch.float32) == row_digests(matrix, "F32")
+
+
+@pytest.mark.parametrize("row_bytes", [0, 8, 240, 250, (256 << 10) + 8])
+def test_other_rows_are_for_the_cpu(digests: ModuleType, row_bytes: int) -> None:
+    assert not digests.takes(row_bytes)
+
+
+@pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU")
+def test_a_gpu_digests_its_own_rows() -> None:
+    assert tensors._gpu_digests() is not None
+
+
+def test_a_gpu_without_triton_has_its_rows_copied(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setitem(sys.modules, NAME, None)
+    monkeypatch.delattr(weights, "cuda_digests", raising=False)
+    tensors._gpu_digests.cache_clear()
+    assert tensors._gpu_digests() is None
+    assert "digests are not computed on the GPU" in caplog.text
+    tensors._gpu_digests.cache_clear()
