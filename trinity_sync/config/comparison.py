@@ -36,6 +36,7 @@ LOCATIONS = (
     "checkpoint.mirror_wait_s",
     "checkpoint.stop_s",
     "sync.shm_dir",
+    "sync.store",
     "cluster",
     "hydra",
     "live",

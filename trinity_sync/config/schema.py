@@ -362,6 +362,7 @@ class SyncConfig:
     wire_dtype: str = choice(*DTYPES)
     keep_fp32: list[str] | None = MISSING
     bucket_mb: int = number(at_least=1)
+    store: str | None = MISSING
     slots: int = number(at_least=2)
     verify: str = choice("full", "bucket", "off")
     timeout_s: float = seconds(more_than=0)

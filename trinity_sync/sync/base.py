@@ -64,6 +64,16 @@ class StateDictStore(Protocol):
         ...
 
 
+class VersionStore(Protocol):
+    """The checkpoint package's side of a place that followers read (`sync.store`), passed in."""
+
+    def add(self, version: Version, digest: str | None, full: Path | None, deltas: Sequence[Path]) -> None:
+        """Have a published version copied, in the background. Never raises, and does not wait for the place. `full`:
+        its weights-only checkpoint. `deltas`: files of `part_delta`. Both may be deleted after the call.
+        """
+        ...
+
+
 LeaseFolder = Callable[[Path, Version], AbstractContextManager[Callable[[], None]]]
 """Keeps a version's folder from deletion while the context is open; RunError: the folder is gone. Expires unless the
 function that the context yields is called, so a hung reader cannot block deletion.
@@ -81,6 +91,7 @@ class TrainerSide:
     use_gpu: bool = False
     store: StateDictStore | None = None  # of weights-only checkpoints
     deltas: Path | None = None  # folder of the deltas between versions, in that of the checkpoints
+    versions: VersionStore | None = None  # to which published versions are copied
     base_every: int | None = None  # versions from one base of the history to the next; None: there is no history
 
 

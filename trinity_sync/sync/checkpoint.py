@@ -102,7 +102,10 @@ class CheckpointPublisher:
         self._durable = durable
 
     def publish(self, sealed: Sealed) -> Published | None:
-        commit(self._side, sealed.version, str(self._write(sealed)))
+        folder = self._write(sealed)
+        commit(self._side, sealed.version, str(folder))
+        if self._side.versions is not None:
+            self._side.versions.add(sealed.version, sealed.digest, folder, ())
         return None
 
     def _write(self, sealed: Sealed) -> Path:
@@ -164,6 +167,9 @@ class DeltaPublisher(CheckpointPublisher):
         VersionIndex(named, deltas).write(folder / INDEX, durable=self._durable)
         report = self._deltas.report(sealed, written, with_full=is_full)
         self._deltas.commit(sealed, str(folder))
+        if self._side.versions is not None:
+            files = [folder / delta_file(one.part, start) for start, found in whole.items() for one in found]
+            self._side.versions.add(sealed.version, sealed.digest, full, files)
         self._count += 1
         self._recent = [*self._recent, sealed.version][-max(KEPT_SPANS) :]
         if is_full:
