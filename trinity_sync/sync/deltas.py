@@ -38,6 +38,7 @@ from trinity_sync.sync.base import (
     TrainerSide,
     Transport,
     commit,
+    is_near,
     nodes_of,
 )
 from trinity_sync.weights import delta
@@ -71,11 +72,13 @@ class VersionDeltas:
     Args:
         codec: `sync.delta.codec`.
         spans: as of `PartEncoder`.
+        always: also while no explorer needs a part from another node.
     """
 
-    def __init__(self, side: TrainerSide, codec: str, spans: tuple[int, ...] = SPANS) -> None:
+    def __init__(self, side: TrainerSide, codec: str, spans: tuple[int, ...] = SPANS, *, always: bool = True) -> None:
         self._side = side
         self._how = codec, spans
+        self._always = always
         self._before: tuple[Version, int] | None = None  # the last version and its slot
 
     def encode(self, sealed: Sealed, folder: Path | None = None, *, durable: bool = False) -> list[WrittenDelta]:
@@ -87,6 +90,11 @@ class VersionDeltas:
         found = results(calls, self._side.timeout_s, f"make the deltas of version {sealed.version}")
         return [one for of_node in found for one in of_node]
 
+    def pay(self, sealed: Sealed) -> bool:
+        """Whether deltas to a version are to be made (`sync.encoding`)."""
+        nodes = self._side.explorer_nodes().values()
+        return self._always or not all(is_near(node, sealed.parts) for node in nodes)
+
     def commit(self, sealed: Sealed, location: str | None = None) -> None:
         """Commit a version whose deltas were made."""
         commit(self._side, sealed.version, location)
@@ -96,17 +104,17 @@ class VersionDeltas:
         """Return the report on a version, before its `commit`. `with_full`: it was sent in full as well."""
         full_bytes = sum(info.nbytes for info in sealed.parts.values()) if with_full else 0
         nbytes = full_bytes + sum(one.nbytes for one in written)
-        if self._before is None:
+        if self._before is None or not written:
             return Published(encoding="full", nbytes=nbytes)
         last = [one for one in written if one.start == self._before[0]]
         changed = sum(one.changed for one in last) / max(1, sum(one.elements for one in last))
         return Published(encoding="delta", nbytes=nbytes, codec=last[0].codec, changed=changed)
 
     def publish(self, sealed: Sealed) -> Published:
-        """Have the agents keep the deltas to a version, and commit it."""
-        made, base = self.encode(sealed), self._before[0] if self._before else None
+        """Have the agents keep the deltas to a version where these pay, and commit it."""
+        made, base = self.encode(sealed) if self.pay(sealed) else [], self._before[0] if self._before else None
         full_bytes = sum(info.nbytes for info in sealed.parts.values())
-        in_full = base is None or sum(one.nbytes for one in made if one.start == base) >= full_bytes
+        in_full = not made or sum(one.nbytes for one in made if one.start == base) >= full_bytes
         report = self.report(sealed, made, with_full=in_full)
         self.commit(sealed)
         return replace(report, encoding="full") if in_full else report
@@ -262,11 +270,14 @@ def read_chain(
 class DeltaTransport:
     """An explorer's half: takes versions over the one that its destinations hold (a `Transport`). Where these are not
     `Places`, each load begins with a full version.
+
+    `always`: also versions of which all parts are on this node.
     """
 
-    def __init__(self, side: ExplorerSide, source: DeltaSource) -> None:
+    def __init__(self, side: ExplorerSide, source: DeltaSource, *, always: bool = True) -> None:
         self._side = side
         self._source = source
+        self._always = always
         self._held: Version | None = None
         self._tried: Version | None = None
         self._buffer = np.empty(0, np.uint8)
@@ -275,6 +286,9 @@ class DeltaTransport:
         self, lease: Lease, broadcast: Broadcast | None, find_destination: FindDestination
     ) -> Generator[Bucket, None, None]:
         held, self._held = self._held if isinstance(find_destination, Places) else None, None
+        if self.in_full(lease) and (broadcast is None or broadcast.base is None):
+            yield from self._source.full.buckets(lease, broadcast, find_destination)
+            return
         again, self._tried = self._tried == lease.version, lease.version
         found = None
         try:
@@ -290,6 +304,10 @@ class DeltaTransport:
                 yield from self._source.full.buckets(whole, broadcast, find_destination)
         if found is not None or self._side.still_leased(lease.id):  # else the slot may have had another version's bytes
             self._held = lease.version
+
+    def in_full(self, lease: Lease) -> bool:
+        """Whether a version is read in full, as nothing of it has to travel."""
+        return not self._always and is_near(self._side.node, lease.parts)
 
     def _follow(self, lease: Lease, found: Deltas, find_destination: FindDestination) -> Generator[Bucket, None, None]:
         if found.full is not None and not any(found.chains):
@@ -347,7 +365,7 @@ class DeltaTransport:
 class DeltaCopies:
     """Copies of all parts for workers that map them, over which an explorer takes deltas. They are its `Places`."""
 
-    def __init__(self, side: ExplorerSide, transport: Transport) -> None:
+    def __init__(self, side: ExplorerSide, transport: DeltaTransport) -> None:
         self._side = side
         self._transport = transport
         self._segments: dict[str, SharedSegment] = {}
@@ -359,6 +377,9 @@ class DeltaCopies:
         from trinity_sync.sync.arrivals import SharedSegment
         from trinity_sync.weights.apply import check_bytes
 
+        if self._transport.in_full(lease):
+            self.moved = None
+            return lease
         parts = {}
         for name, info in lease.parts.items():
             layout = self._side.layouts.get(info)
