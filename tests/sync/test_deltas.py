@@ -560,6 +560,8 @@ def test_deltas_begin_once_an_explorer_is_elsewhere_and_end_with_it(automatic: R
     automatic.nodes["explorer-0"] = node_id()
     automatic.publish()
     assert assert_holds(loader, here, automatic).bytes_moved >= automatic.piece_bytes
+    [agent] = automatic.trainer.agents.values()
+    assert agent.share_deltas(*automatic.published[-2:-4:-1]).result(LIMIT) == {}
     assert encodings(automatic) == ["full", "delta", "delta", "full"]
 
 

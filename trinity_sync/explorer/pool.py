@@ -123,7 +123,7 @@ class ExplorerPool:
                 )
 
     def places(self) -> dict[str, str]:
-        """Return Ray's id of the node of each explorer that is or was connected, by name. Any thread."""
+        """Return Ray's id of the node of each connected explorer, by name. Any thread."""
         return dict(self._nodes)
 
     def load(self, version: Version, deliver: Deliver) -> list[LoadReport]:
@@ -231,6 +231,7 @@ class ExplorerPool:
         """Kill an explorer, and allow no more restarts."""
         with self._lock:
             self._restarts_left = 0
+        self._nodes.pop(name, None)
         ray.kill(self.clients[name].handle)
 
     def close(self) -> None:
@@ -244,6 +245,7 @@ class ExplorerPool:
         self._end_leases(name)
 
     def _end_leases(self, name: str) -> None:
+        self._nodes.pop(name, None)
         self._synchronizer.drop_reader(self._members[name]).result(self._synchronizer.timeout_s)
 
     def _may_restart(self) -> bool:

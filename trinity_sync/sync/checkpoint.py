@@ -162,12 +162,11 @@ class DeltaPublisher(CheckpointPublisher):
     def publish(self, sealed: Sealed) -> Published:
         base_every = self._side.base_every
         is_base = base_every is not None and self._count % base_every == 0
-        pays = self._deltas.pay(sealed)
-        is_full = is_base or self._count % self._full_every == 0 or not pays
-        full = self._write(sealed) if is_full else None
+        begins, pays = is_base or self._count % self._full_every == 0, self._deltas.pays(sealed)
+        full = self._write(sealed) if begins or not pays else None
         folder = version_folder(self._root, sealed.version)
         make_folder(folder)
-        written = self._deltas.encode(sealed, folder, durable=self._durable) if pays else []
+        written = self._deltas.encode(sealed, folder, pays=pays, durable=self._durable)
         by_start: dict[Version, list[WrittenDelta]] = {}
         for one in written:
             by_start.setdefault(one.start, []).append(one)
@@ -177,11 +176,11 @@ class DeltaPublisher(CheckpointPublisher):
         if base_every is not None:
             self._remember(sealed, folder, full if is_base else None, deltas)
         VersionIndex(named, deltas).write(folder / INDEX, durable=self._durable)
-        report = self._deltas.report(sealed, written, with_full=is_full)
+        report = self._deltas.report(sealed, written, with_full=full is not None)
         self._deltas.commit(sealed, str(folder))
         self._count += 1
         self._recent = [*self._recent, sealed.version][-max(KEPT_SPANS) :]
-        if is_full:
+        if begins:
             self._folders.append([])
             for old in self._folders.pop(0) if len(self._folders) > 2 else ():  # no reader needs them
                 _retire(old)

@@ -80,18 +80,30 @@ class VersionDeltas:
         self._how = codec, spans
         self._always = always
         self._before: tuple[Version, int] | None = None  # the last version and its slot
+        self._begun = False
 
-    def encode(self, sealed: Sealed, folder: Path | None = None, *, durable: bool = False) -> list[WrittenDelta]:
-        """Have the deltas to a version made, none to the first one: in files of a folder, or kept by the agents."""
+    def encode(
+        self, sealed: Sealed, folder: Path | None = None, *, pays: bool, durable: bool = False
+    ) -> list[WrittenDelta]:
+        """Have the deltas to a version made, none to the first one or where none `pays`: in files of a folder, or kept
+        by the agents.
+        """
         if self._before is None:
             return []
+        if not pays:
+            if self._begun:
+                freeing = [self._side.agents[node].forget_deltas() for node in nodes_of(sealed.parts)]
+                results(freeing, self._side.timeout_s, "free what they keep for deltas")
+            self._begun = False
+            return []
+        self._begun = True
         given = sealed.version, sealed.slot, *self._before, None if folder is None else str(folder), *self._how
         calls = [self._side.agents[node].encode_deltas(*given, fsync=durable) for node in nodes_of(sealed.parts)]
         found = results(calls, self._side.timeout_s, f"make the deltas of version {sealed.version}")
         return [one for of_node in found for one in of_node]
 
-    def pay(self, sealed: Sealed) -> bool:
-        """Whether deltas to a version are to be made (`sync.encoding`)."""
+    def pays(self, sealed: Sealed) -> bool:
+        """Whether an explorer may take a delta to a version (`sync.encoding`)."""
         nodes = self._side.explorer_nodes().values()
         return self._always or not all(is_near(node, sealed.parts) for node in nodes)
 
@@ -112,7 +124,7 @@ class VersionDeltas:
 
     def publish(self, sealed: Sealed) -> Published:
         """Have the agents keep the deltas to a version where these pay, and commit it."""
-        made, base = self.encode(sealed) if self.pay(sealed) else [], self._before[0] if self._before else None
+        made, base = self.encode(sealed, pays=self.pays(sealed)), self._before[0] if self._before else None
         full_bytes = sum(info.nbytes for info in sealed.parts.values())
         in_full = not made or sum(one.nbytes for one in made if one.start == base) >= full_bytes
         report = self.report(sealed, made, with_full=in_full)
@@ -336,7 +348,8 @@ class DeltaTransport:
         self, layout: PartLayout, number: int, file: ShardFile | None, chain: Chain, to: FindDestination, checks: bool
     ) -> Bucket:
         """Return a piece of the newest version, in its destination where it can be made there. The chain begins with a
-        full version's file, or with what the destination holds. `checks`: also a piece without changes.
+        full version's file, or with what the destination holds; it is empty where that is the version. `checks`: also
+        a piece without changes.
         """
         start, stop, dtype = layout.by_shard[number]
         changes = [change for one in chain if (change := one.pieces[number]) is not None]
@@ -357,7 +370,7 @@ class DeltaTransport:
         bits = buffer.view(f"<u{itemsize(dtype)}")
         for change in changes:
             delta.apply(bits, change, dtype, bits)
-        if checks and not changes and delta.digest(bits) != chain[-1].digests[number]:
+        if checks and chain and not changes and delta.digest(bits) != chain[-1].digests[number]:
             raise DeltaError(f"piece {number} of part {layout.part} is damaged: it differs from the published one")
         return here if direct else here._replace(data=buffer.data)
 

@@ -73,6 +73,7 @@ class MemoryMode(SyncMode):
     """
 
     _delta: DeltaConfig | None = None
+    _always = True
 
     def __init__(self, *, encoding: str = "full", delta: DeltaConfig | None = None, **settings: object) -> None:
         self._delta = None if encoding == "full" else delta
