@@ -33,7 +33,7 @@ class Handed:
 class Deltas:
     """Agents that make a delta of each part, and of the first part one more over two versions."""
 
-    def encode(self, sealed: Any, folder: Path, *, durable: bool) -> list[WrittenDelta]:
+    def encode(self, sealed: Any, folder: Path, *, pays: bool, durable: bool) -> list[WrittenDelta]:
         step = sealed.version.step
         starts = [(part, step - 1) for part in PARTS if step > 1] + [(PARTS[0], step - 2)] * (step > 2)
         found = [WrittenDelta(part, Version(0, start), 10, "gap8z", 1, 100) for part, start in starts]
@@ -42,6 +42,7 @@ class Deltas:
         return found
 
     report = commit = Mock()
+    pays = Mock(return_value=True)
 
 
 def sealed(step: int) -> Any:
@@ -58,7 +59,7 @@ def side(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_with_deltas_a_store_gets_whole_ones_and_the_full_versions(
     side: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(checkpoint, "VersionDeltas", lambda side, codec: Deltas())
+    monkeypatch.setattr(checkpoint, "VersionDeltas", lambda side, codec, always: Deltas())
     publisher = DeltaPublisher(side, Mock(), False, tmp_path, SimpleNamespace(full_every=3, codec="auto"))
     for step in (1, 2, 3, 4):
         publisher.publish(sealed(step))

@@ -265,12 +265,14 @@ def _check_staleness(get: Get) -> Iterator[Problem]:
 
 
 def _check_encoding(get: Get) -> Iterator[Problem]:
-    if get("sync.encoding") == "delta":
+    if (encoding := get("sync.encoding")) != "full":
         if get(f"sync.{TARGET}") not in own_targets():
-            yield Problem("sync.encoding", "is delta, which a sync mode of your own does not take; set it to full")
+            yield Problem(
+                "sync.encoding", f"is {encoding}, which a sync mode of your own does not take; set it to full"
+            )
         takes = ("hf", "vllm", "bytes")
         if (chosen := get("explorer.kind")) in own_labels("explorer") and chosen not in takes:
-            told = f"is delta, which explorer={chosen} does not take yet; choose explorer=hf or sync.encoding=full"
+            told = f"is {encoding}, which explorer={chosen} does not take yet; choose explorer=hf or sync.encoding=full"
             yield Problem("sync.encoding", told)
 
 

@@ -102,7 +102,7 @@ def _plain_values(cfg: Mapping[str, Value]) -> Settings:
     if training.get("total_epochs", 0) is None:  # as in each run that has started
         del training["total_epochs"]
     syncing = section(values, "sync")
-    if syncing.get("encoding") != "delta":
+    if syncing.get("encoding") in (None, "full"):
         syncing.pop("delta", None)
     return values
 

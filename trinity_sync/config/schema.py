@@ -357,7 +357,7 @@ class SyncConfig:
     interval: int = number(at_least=1)
     max_staleness: int = number(at_least=0)
     what: str = choice("auto", "full", "adapter", "merged")
-    encoding: str = choice("full", "delta")
+    encoding: str = choice("full", "delta", "auto")
     delta: DeltaConfig = MISSING
     wire_dtype: str = choice(*DTYPES)
     keep_fp32: list[str] | None = MISSING

@@ -137,6 +137,7 @@ class Job:
             store=WeightSaves(actors.monitor, saves, self._recorder, cfg.durable),
             deltas=self._start.checkpoints / DELTAS,
             versions=self._copies,
+            explorer_nodes=dict if actors.pool is None else actors.pool.places,
             base_every=next((one.base_every for one in policies if isinstance(one, KeepVersions)), None),
         )
         return build("sync", vars(cfg), SyncMode).publisher(side)  # type: ignore[type-abstract]

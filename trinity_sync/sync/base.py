@@ -90,6 +90,7 @@ class TrainerSide:
     timeout_s: float  # of each wait (`sync.timeout_s`)
     use_gpu: bool = False
     store: StateDictStore | None = None  # of weights-only checkpoints
+    explorer_nodes: Callable[[], Mapping[str, str]] = dict  # Ray's ids of the explorers' nodes, by name
     deltas: Path | None = None  # folder of the deltas between versions, in that of the checkpoints
     versions: VersionStore | None = None  # to which published versions are copied
     base_every: int | None = None  # versions from one base of the history to the next; None: there is no history
@@ -376,6 +377,11 @@ def commit(side: TrainerSide, version: Version, location: str | None = None) -> 
 def nodes_of(parts: Mapping[str, PartInfo]) -> list[str]:
     """Return Ray's ids of the nodes that have parts."""
     return sorted({info.node for info in parts.values()})
+
+
+def is_near(node: str, parts: Mapping[str, PartInfo]) -> bool:
+    """Whether all parts of a version are on a node, so that none has to travel there."""
+    return nodes_of(parts) == [node]
 
 
 def deliver_each(side: TrainerSide, explorers: Mapping[str, ExplorerClient], version: Version) -> Delivery:
