@@ -587,6 +587,12 @@ def test_deltas_begin_once_an_explorer_is_elsewhere_and_end_with_it(automatic: R
     assert encodings(automatic) == ["full", "delta", "delta", "full"]
 
 
+def test_followers_of_a_store_are_elsewhere(trainer: PretendTrainer, tmp_path: Path) -> None:
+    run = Run(trainer, tmp_path, encoding="auto", versions=Mock())
+    run.publish(2)
+    assert encodings(run) == ["full", "delta"]
+
+
 def test_an_explorer_beside_the_trainer_reads_the_slot_while_another_one_takes_deltas(
     trainer: PretendTrainer, tmp_path: Path
 ) -> None:

@@ -108,9 +108,10 @@ class VersionDeltas:
         return [one for of_node in found for one in of_node]
 
     def pays(self, sealed: Sealed) -> bool:
-        """Whether an explorer may take a delta to a version (`sync.encoding`)."""
+        """Whether an explorer, or a follower of a store, may take a delta to a version (`sync.encoding`)."""
         nodes = self._side.explorer_nodes().values()
-        return self._always or not all(is_near(node, sealed.parts) for node in nodes)
+        always = self._always or self._side.versions is not None
+        return always or not all(is_near(node, sealed.parts) for node in nodes)
 
     def commit(self, sealed: Sealed, location: str | None = None) -> None:
         """Commit a version whose deltas were made."""
