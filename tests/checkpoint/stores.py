@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.checkpoint import written
 from tests.checkpoint.histories import commit_weights
 from tests.checkpoint.mirror_places import OWNER, Events, quick
 from trinity_sync.checkpoint.folder.owner import Owner
+from trinity_sync.checkpoint.mirror import follower, run_mirror
 from trinity_sync.checkpoint.mirror.copies import DamagedError, ForeignError, Mirror, Storage
 from trinity_sync.checkpoint.mirror.run_mirror import MirrorError, MirrorSettings, RunMirror, VersionCopies, described
 from trinity_sync.protocol.parts import delta_file
@@ -35,9 +38,19 @@ def call_here(
 ) -> object:
     """As `run_mirror.call`, without a process of its own, which takes a second."""
     try:
-        return work(Mirror(lambda: Storage(place, settings.options), owner, say))
+        return work(Mirror(lambda: Storage(place, settings.options), owner, say, key=settings.key))
     except Exception as error:
         raise MirrorError(described(error), final=isinstance(error, DamagedError | ForeignError)) from error
+
+
+@contextmanager
+def calls_here() -> Iterator[pytest.MonkeyPatch]:
+    """Work at the store is done in this process meanwhile."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(run_mirror, "call", call_here)
+        patch.setattr(run_mirror, "run_when_idle", lambda: None)
+        patch.setattr(follower, "call", call_here)
+        yield patch
 
 
 def state(number: int) -> Mapping[str, torch.Tensor]:

@@ -6,8 +6,11 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -15,10 +18,11 @@ import torch
 from safetensors.torch import load_file
 
 from tests.checkpoint.mirror_places import OWNER
-from tests.checkpoint.stores import PretendRun, call_here, state
+from tests.checkpoint.stores import LIMIT_S, PretendRun, calls_here, state
 from trinity_sync.checkpoint.folder.contents import read_manifest, write_manifest
-from trinity_sync.checkpoint.mirror import follower, run_mirror
+from trinity_sync.checkpoint.mirror.copies import Mirror
 from trinity_sync.checkpoint.mirror.follower import VersionFollower
+from trinity_sync.checkpoint.mirror.run_mirror import MirrorError, MirrorSettings, call
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.protocol.versions import Version
 
@@ -26,10 +30,7 @@ from trinity_sync.protocol.versions import Version
 @pytest.fixture(scope="module", autouse=True)
 def here() -> Iterator[None]:
     """Work at the store is done in this process, but by the tests of killed processes."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_mirror, "call", call_here)
-        patch.setattr(run_mirror, "run_when_idle", lambda: None)
-        patch.setattr(follower, "call", call_here)
+    with calls_here():
         yield
 
 
@@ -281,3 +282,22 @@ def test_a_follower_that_is_killed_leaves_a_complete_version_and_the_next_goes_o
     after = Kept(store, into)
     assert after.update() == (point != "VersionFollower.tidy")
     after.check(5)
+
+
+def test_the_end_of_a_run_waits_for_the_files_of_a_version_no_longer_than_for_its_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that does not answer must not hold the run."""
+    run, stuck = PretendRun(tmp_path / "run", str(tmp_path / "store")), threading.Event()
+    monkeypatch.setattr(run.copies, "_add_model", lambda folder: stuck.wait(LIMIT_S))
+    run.publish(1)
+    began = time.monotonic()
+    assert run.copies.finish(0.2) == {1: "its files were not read in time"}
+    assert time.monotonic() - began < LIMIT_S / 2
+    stuck.set()
+
+
+def test_a_store_names_its_own_setting_in_errors(tmp_path: Path) -> None:
+    settings = MirrorSettings(key="sync.store", timeout_s=LIMIT_S)
+    with pytest.raises(MirrorError, match=r"name it to a resume: sync\.store=\.\.\."):
+        call(str(tmp_path), settings, OWNER, partial(Mirror.claim, again=True))

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.stores import PretendRun, call_here
-from trinity_sync.checkpoint.mirror import follower, run_mirror
+from tests.checkpoint.stores import PretendRun, calls_here
+from trinity_sync.checkpoint.mirror import follower
 from trinity_sync.cli import main as cli
 
 Capture = pytest.CaptureFixture[str]
@@ -21,10 +21,7 @@ Capture = pytest.CaptureFixture[str]
 @pytest.fixture(scope="module", autouse=True)
 def here() -> Iterator[None]:
     """Work at the store is done in this process, and folders are not locked until its end."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(run_mirror, "call", call_here)
-        patch.setattr(run_mirror, "run_when_idle", lambda: None)
-        patch.setattr(follower, "call", call_here)
+    with calls_here() as patch:
         patch.setattr(follower, "try_lock", lambda descriptor: True)
         yield
 
@@ -115,6 +112,28 @@ def test_an_engine_that_refuses_is_reported_and_asked_again(
     engine.refuses = ""
     assert follow(store, *arguments) == 0
     assert len(engine.asked) == 2
+
+
+def test_an_engine_that_comes_later_loads_the_version_at_the_next_look(
+    store: Path, tmp_path: Path, engine: Engine, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.refuses = "/update_weights_from_disk"
+    looks: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 2:
+            engine.refuses = ""
+        if len(looks) == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("trinity_sync.cli.weights_commands.time.sleep", sleep)
+    command = ["follow", str(store), "--into", str(tmp_path / "into"), "--notify", engine.url]
+    assert cli.main(command) == 130
+    assert len(engine.asked) == 3
+    out, err = capsys.readouterr()
+    assert err.count("it is asked again at each look") == 1
+    assert out.count(f"version 2 loaded by {engine.url}") == 1
 
 
 def test_an_engine_that_is_away_does_not_hinder_the_folder(store: Path, tmp_path: Path, capsys: Capture) -> None:

@@ -264,7 +264,8 @@ def _follow(options: argparse.Namespace) -> int:
     if problem := place_problem(options.store):
         raise ConfigError(f"URL {problem}")
     notify = None if options.notify is None else _engine(options.engine, options.notify)
-    follower, told, loaded = VersionFollower(absolute(options.store), options.into, _warn), "", None
+    follower = VersionFollower(absolute(options.store), options.into, _warn)
+    told, refused, loaded = "", "", None
     follower.open()
     while True:
         began, problem = time.monotonic(), ""
@@ -281,13 +282,16 @@ def _follow(options: argparse.Namespace) -> int:
             print(f"version {version} in {time.monotonic() - began:.1f} s: {follower.current}", flush=True)
         failed = False
         if notify is not None and version is not None and version != loaded:
-            loaded = version  # one that is refused is not offered again
             try:
                 notify(follower.current, str(version))
-                print(f"version {version} loaded by {shown(options.notify)}", flush=True)
-            except RunError as error:
+            except RunError as error:  # such as an engine that starts later
                 failed = True
-                _warn(f"{error}; it is asked again with the next version")
+                if str(error) != refused:
+                    _warn(f"{error}; it is asked again at each look")
+                refused = str(error)
+            else:
+                loaded, refused = version, ""
+                print(f"version {version} loaded by {shown(options.notify)}", flush=True)
         follower.tidy()
         if options.once:
             return 1 if problem or failed else 0
@@ -295,7 +299,9 @@ def _follow(options: argparse.Namespace) -> int:
 
 
 def _engine(kind: str, url: str) -> Callable[[Path, str], None]:
-    """Return how an engine is told to load a folder, given its version for messages. Raises RunError when called."""
+    """Return a function that has an engine load a folder. It takes the folder and the version, which errors name, and
+    raises RunError.
+    """
     if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
         raise ConfigError(f"--notify {shown(url)} is no address; give one such as http://127.0.0.1:30000")
     from trinity_sync.integrations.vllm.server import Server

@@ -237,7 +237,7 @@ class SyncMode(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """A publisher's report on a version. It may have sent a part of it only."""
+    """A publisher's report on a version, of which a part may have been sent only."""
 
     encoding: str
     nbytes: int

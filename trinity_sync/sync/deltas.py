@@ -68,8 +68,8 @@ Chain = Sequence[PartDelta]
 
 
 class VersionDeltas:
-    """The driver's half. The agents encode each version against the one before. Nobody fills the slot of that one until
-    the next version is committed.
+    """The driver's half. The agents encode each version against the one before. The slot of that one is not filled
+    again until the new version is committed.
 
     Args:
         codec: `sync.delta.codec`.

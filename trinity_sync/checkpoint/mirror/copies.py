@@ -53,11 +53,6 @@ ABANDONED = "manifest.abandoned.json"
 
 #: Of a run that is about to put its mark there.
 _CLAIM = ".claim-"
-_UNMARKED = (
-    f"the mark of this run, {MARK}, is not there any more; is the place mounted? If it is, name it to a resume: "
-    "checkpoint.mirror=..."
-)
-
 #: Files on their way at a time, each over a connection of its own.
 _STREAMS = 4
 _TICK_S = 1.0
@@ -78,6 +73,7 @@ class Mirror:
         open_storage: opens a connection; called once per thread.
         say: called with a sentence for each copy that is skipped or fetched.
         progress: called with (bytes here, bytes in all) about once a second during a download.
+        key: the setting that names the place, for errors.
     """
 
     def __init__(
@@ -86,7 +82,9 @@ class Mirror:
         owner: Owner,
         say: Callable[[str], object] = lambda text: None,
         progress: Callable[[int, int], object] = lambda done, total: None,
+        key: str = "checkpoint.mirror",
     ) -> None:
+        self._key = key
         self._open, self._owner = open_storage, owner
         self._storage = open_storage()
         self._say = say
@@ -143,15 +141,21 @@ class Mirror:
                         f"it holds {_folder(step)}, and {owner.folder} has no record of it; name another place"
                     )
             if again and not steps:
-                raise RunError(_UNMARKED)
+                raise self._unmarked()
         elif mark.run != owner.run:
             if steps or mark.may_run(owner):
                 raise ForeignError(f"it {refusal(mark)}")
         elif not named and mark.may_be_of_another_copy(owner):
             raise ForeignError(
-                f"it belongs to {mark}, and {owner.folder} may be a copy of it; give checkpoint.mirror=... once more "
+                f"it belongs to {mark}, and {owner.folder} may be a copy of it; give {self._key}=... once more "
                 "to take it over"
             )
+
+    def _unmarked(self) -> RunError:
+        return RunError(
+            f"the mark of this run, {MARK}, is not there any more; is the place mounted? If it is, name it to a "
+            f"resume: {self._key}=..."
+        )
 
     def _mark(self) -> Owner | None:
         mark = self._owner_in(MARK)
@@ -167,7 +171,7 @@ class Mirror:
         """Check that the place still has the mark of this start of the run, before a write."""
         mark = self._mark()
         if mark is None:
-            raise RunError(_UNMARKED)
+            raise self._unmarked()
         if mark.run != self._owner.run or mark.session != self._owner.session:
             raise ForeignError(f"it was taken over by {mark}")
 

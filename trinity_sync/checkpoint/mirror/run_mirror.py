@@ -13,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -426,32 +426,37 @@ class VersionCopies:
         self._base: Manifest | None = None
         shutil.rmtree(self._root, ignore_errors=True)
         self._pool = ThreadPoolExecutor(1, "store")
+        self._completing: dict[int, Future[None]] = {}  # by step; those that have ended go with the next version
         self._uploads = Uploads(
             self._root, store.place, store.settings, owner=store.owner, policies=(), start=start, report=self._hear
         )
 
     def add(self, version: Version, digest: str | None, full: Path | None, deltas: Sequence[Path]) -> None:
         folder = step_dir(self._root, version.step)
+        self._completing = self._incomplete()
         try:
             shutil.rmtree(folder, ignore_errors=True)
             if full is not None:
                 keep_weights(full, folder, durable=False)
             for path in deltas:
                 link_or_copy(path, folder / DELTA_FILES / path.name)
-            self._pool.submit(self._complete, version, digest, folder)
+            self._completing[version.step] = self._pool.submit(self._complete, version, digest, folder)
         except (OSError, RunError, RuntimeError) as error:
             self._give_up(version.step, folder, error)
 
     def finish(self, limit_s: float) -> Mapping[int, str]:
         """Wait for the copies under way, at most so long, and stop; return the steps that are not there, and why."""
         deadline = time.monotonic() + limit_s
-        self._pool.shutdown(wait=True)
-        while self._uploads.busy and time.monotonic() < deadline:
+        while (self._incomplete() or self._uploads.busy) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        missing = self._uploads.left()
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        missing = self._uploads.left() | dict.fromkeys(self._incomplete(), "its files were not read in time")
         self._uploads.stop()
         shutil.rmtree(self._root, ignore_errors=True)
         return missing
+
+    def _incomplete(self) -> dict[int, Future[None]]:
+        return {step: future for step, future in self._completing.items() if future.cancelled() or not future.done()}
 
     def _complete(self, version: Version, digest: str | None, folder: Path) -> None:
         """Write the manifest of a version, and have it copied."""
@@ -620,7 +625,9 @@ def call(
     except OSError as error:
         raise MirrorError(f"the copying process could not be started: {error}") from error
     with started as child:
-        _send(child.channel, (place, dict(settings.options), owner, work), min(_START_S, settings.timeout_s))
+        _send(
+            child.channel, (place, settings.key, dict(settings.options), owner, work), min(_START_S, settings.timeout_s)
+        )
         heard = time.monotonic()
         while stop is None or not stop.is_set():
             tick()
@@ -630,8 +637,7 @@ def call(
                     case "done", result:
                         return cast(T, result)
                     case "failed", str(text), bool(final):
-                        text = without_secrets(text, place, settings.options)
-                        raise MirrorError(text.replace(f"{MirrorSettings.key}=", f"{settings.key}="), final=final)
+                        raise MirrorError(without_secrets(text, place, settings.options), final=final)
                     case "say", str(text):
                         say(text)
                     case "progress", int(done), int(total):
@@ -716,8 +722,8 @@ def serve(descriptor: int) -> None:
     threading.Thread(target=_end_with_parent, args=[connection], daemon=True).start()
     threading.Thread(target=_beat, args=[partial(send, "moving")], daemon=True).start()
     try:
-        place, options, owner, work = pickle.loads(asked)
-        mirror = Mirror(partial(Storage, place, options), owner, partial(send, "say"), partial(send, "progress"))
+        place, key, options, owner, work = pickle.loads(asked)
+        mirror = Mirror(partial(Storage, place, options), owner, partial(send, "say"), partial(send, "progress"), key)
         send("done", work(mirror))
     except Exception as error:
         lasting = ImportError | ManifestError | DamagedError | ForeignError
