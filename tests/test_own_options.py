@@ -396,7 +396,13 @@ def test_the_keys_that_modes_have_in_common_stay_typed(rdma: Path) -> None:
 
 def test_a_mode_of_ones_own_takes_no_deltas(rdma: Path) -> None:
     message = refused(composed(rdma, "sync=rdma", "sync.encoding=delta"))
-    assert message == "sync.encoding is delta, which a sync mode of your own does not take; set it to full"
+    assert message == "sync.encoding is delta, which a sync mode of your own does not take; set it to auto or full"
+
+
+def test_a_mode_of_ones_own_is_given_full_versions_by_default(rdma: Path) -> None:
+    cfg = composed(rdma, "sync=rdma")
+    assert cfg.sync.encoding == "auto"
+    assert explorer_spec(config.typed(cfg), "model", "logs").sync["encoding"] == "full"
 
 
 def test_a_mode_in_whose_loads_the_ranks_take_part_needs_lockstep(rdma: Path) -> None:

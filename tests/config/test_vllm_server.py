@@ -70,6 +70,12 @@ def test_deltas_are_refused() -> None:
     assert refusal("sync.encoding=delta").startswith("sync.encoding is delta, which explorer=vllm_server does not take")
 
 
+def test_versions_are_full_by_default() -> None:
+    assert explorer_spec(config.typed(config.compose(SERVER)), "model", "logs").sync["encoding"] == "full"
+    deltas = explorer_spec(config.typed(config.compose([])), "model", "logs").sync["encoding"]
+    assert deltas == "auto", "explorers that take deltas get them on other nodes"
+
+
 def test_an_adapter_that_travels_alone_is_refused() -> None:
     assert "which explorer=vllm_server does not take" in refusal("model.lora.rank=4", "sync.what=adapter")
     config.check(config.compose([*SERVER, "model.lora.rank=4", "sync.what=merged"]))

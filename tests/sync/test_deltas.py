@@ -28,6 +28,7 @@ from trinity_sync.sync.checkpoint import CheckpointMode
 from trinity_sync.sync.deltas import DeltaTransport, KeptDeltas
 from trinity_sync.sync.memory import MemoryMode
 from trinity_sync.sync.weight_loader import WeightLoader
+from trinity_sync.weights import native
 from trinity_sync.weights.delta import DeltaError
 from trinity_sync.weights.part_delta import EncodedDelta, Route, VersionIndex, find_route
 
@@ -606,15 +607,39 @@ def test_an_explorer_beside_the_trainer_reads_the_slot_while_another_one_takes_d
     assert assert_holds(*far, run).bytes_moved < run.full_bytes / 2
 
 
-def test_workers_beside_the_trainer_map_the_slot_itself(trainer: PretendTrainer, tmp_path: Path) -> None:
-    run = MemoryRun(trainer, tmp_path, encoding="auto")
+@pytest.mark.parametrize("kind", [Run, MemoryRun], ids=["files", "memory"])
+def test_workers_beside_the_trainer_map_the_version_itself(
+    trainer: PretendTrainer, tmp_path: Path, kind: type[Run]
+) -> None:
+    run = kind(trainer, tmp_path, encoding="auto", explorer_nodes=lambda: {"explorer-0": node_id()})
     copies = run._mode.copies(run.side())
     assert copies is not None
-    run.publish()
-    lease = trainer.synchronizer.lease("explorer-0", None).result(LIMIT)
-    assert copies.localize(lease) is lease
-    assert copies.moved is None
-    trainer.synchronizer.release(lease.id).result(LIMIT)
+    for _ in range(2):
+        sealed = run.publish()
+        lease = trainer.synchronizer.lease("explorer-0", None).result(LIMIT)
+        assert copies.localize(lease) is lease
+        assert copies.moved is None
+        for part in run._mode.maps(run.side()).map(lease):
+            assert bytes(part.data) == bytes(trainer.segment(sealed.slot, part.layout.part))
+        trainer.synchronizer.release(lease.id).result(LIMIT)
+
+
+def test_versions_without_deltas_leave_no_folder_for_them(trainer: PretendTrainer, tmp_path: Path) -> None:
+    Run(trainer, tmp_path, encoding="auto", explorer_nodes=dict).publish(2)
+    assert not (tmp_path / ".deltas").exists()
+
+
+@pytest.mark.parametrize(
+    ("sides", "codec"),
+    [({}, "gap8z"), ({"versions": Mock()}, "class_gap" if native.library() is not None else "gap8z")],
+    ids=["read at once", "stored"],
+)
+def test_the_code_is_the_fast_one_unless_its_bytes_are_stored(
+    trainer: PretendTrainer, tmp_path: Path, sides: dict[str, Any], codec: str
+) -> None:
+    run = Run(trainer, tmp_path, **sides)
+    run.publish(2)
+    assert run.sent[-1].codec == codec
 
 
 # ---- explorers whose engine cannot give weights back

@@ -159,6 +159,44 @@ def test_one_delta_leads_over_many_versions(way: str) -> None:
     assert len(merged) < sum(len(joined(a, b, "BF16")) for a, b in pairwise(versions))
 
 
+@pytest.fixture
+def chain() -> tuple[list[Array], list[bytes]]:
+    versions = [weights(900)]
+    for number in range(4):
+        versions.append(trained(versions[-1], 0.05, number))
+    return versions, [joined(old, new, "BF16") for old, new in pairwise(versions)]
+
+
+def test_a_chain_leads_to_its_end_and_digests_the_array_twice(
+    way: str, chain: tuple[list[Array], list[bytes]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (first, *_, last), deltas = chain
+    digested: list[int] = []
+    monkeypatch.setattr(delta, "digest", lambda array, of=delta.digest: digested.append(1) or of(array))
+    delta.apply_chain(held := first.copy(), deltas, "BF16", kept=True)
+    assert (held == last).all()
+    assert len(digested) == 2
+
+
+@pytest.mark.parametrize("gap", [0, 1, 3])
+def test_a_chain_with_a_gap_is_found(chain: tuple[list[Array], list[bytes]], gap: int) -> None:
+    (first, *_), deltas = chain
+    del deltas[gap]
+    if gap == 3:
+        deltas.append(deltas[0])
+    with pytest.raises(WrongBaseError):
+        delta.apply_chain(first.copy(), deltas, "BF16", kept=True)
+
+
+def test_a_chain_whose_middle_leads_elsewhere_is_found_at_its_end(chain: tuple[list[Array], list[bytes]]) -> None:
+    """A delta whose names are right and whose contents are not, as of a sender with an error."""
+    versions, deltas = chain
+    wrong = trained(versions[1], 0.05, 9)
+    deltas[1] = joined(versions[1], wrong, "BF16", result_digest=delta.digest(versions[2]))
+    with pytest.raises(DeltaError, match="another digest"):
+        delta.apply_chain(versions[0].copy(), deltas, "BF16", kept=True)
+
+
 @pytest.mark.parametrize("codec", CODECS)
 def test_a_delta_on_another_base_is_found_before_anything_is_written(way: str, codec: str) -> None:
     old = weights(900)

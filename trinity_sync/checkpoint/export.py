@@ -323,6 +323,7 @@ def restore_version(root: Path, version: Point, into: Path) -> RestoredVersion:
         found = [one for one in index.deltas if (one[0], at) not in lost]
         return index._replace(full=None if at in lost else index.full, deltas=found)
 
+    careful = False  # a second way is checked at each step: else nothing says which of them was wrong
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         while (route := find_route(version, None, 0, index_of, math.inf)) is not None and route.full is not None:
             base = root / route.full[1]
@@ -338,14 +339,19 @@ def restore_version(root: Path, version: Point, into: Path) -> RestoredVersion:
             _check_room(into, 2 * manifest.bytes)
             files = [Path(shutil.copyfile(file, into / file.name)) for file in files]
             parts = [open_shard_file(file, writable=True) for file in files]
-            for step in route.steps(version):
+            before: list[PartDelta | None] = [None] * len(parts)
+            for step in (steps := route.steps(version)):
                 try:
-                    for layout, data in parts:
+                    for number, (layout, data) in enumerate(parts):
                         path = version_folder(deltas, step[1]) / delta_file(layout.part, step[0])
-                        PartDelta.read(path, layout, step).apply(layout, data, pool)
+                        last, found = before[number], PartDelta.read(path, layout, step)
+                        found.apply(layout, data, pool, last, checked=careful or step == steps[-1])
+                        before[number] = found
                 except DeltaError as error:
                     faults.append(str(error))
-                    lost.add(step)
+                    if careful:
+                        lost.add(step)
+                    careful = True
                     break
             else:
                 return RestoredVersion(base, manifest, files)

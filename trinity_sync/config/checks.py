@@ -264,16 +264,26 @@ def _check_staleness(get: Get) -> Iterator[Problem]:
         )
 
 
+_TAKE_DELTAS = ("hf", "vllm", "bytes")
+"""Kinds of explorers. One of a user's own may, if it gives its weights back."""
+
+
 def _check_encoding(get: Get) -> Iterator[Problem]:
-    if (encoding := get("sync.encoding")) != "full":
+    if get("sync.encoding") == "delta":
         if get(f"sync.{TARGET}") not in own_targets():
-            yield Problem(
-                "sync.encoding", f"is {encoding}, which a sync mode of your own does not take; set it to full"
-            )
-        takes = ("hf", "vllm", "bytes")
-        if (chosen := get("explorer.kind")) in own_labels("explorer") and chosen not in takes:
-            told = f"is {encoding}, which explorer={chosen} does not take yet; choose explorer=hf or sync.encoding=full"
+            told = "is delta, which a sync mode of your own does not take; set it to auto or full"
             yield Problem("sync.encoding", told)
+        if (chosen := get("explorer.kind")) in own_labels("explorer") and chosen not in _TAKE_DELTAS:
+            told = f"is delta, which explorer={chosen} does not take; choose explorer=hf, or set it to auto or full"
+            yield Problem("sync.encoding", told)
+
+
+def sync_settings(settings: Mapping[str, object], explorer: str) -> dict[str, object]:
+    """Return the settings of a sync mode for a kind of explorers. ``auto`` is ``full`` where one of both may not take
+    deltas.
+    """
+    full = settings["encoding"] == "auto" and (settings[TARGET] not in own_targets() or explorer not in _TAKE_DELTAS)
+    return {**settings, **({"encoding": "full"} if full else {})}
 
 
 def _check_explorer_dtype(get: Get) -> Iterator[Problem]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from hydra.utils import instantiate
 from omegaconf import DictConfig, OmegaConf
 
-from trinity_sync.config.checks import check_own_classes
+from trinity_sync.config.checks import check_own_classes, sync_settings
 from trinity_sync.config.composition import plain, section
 from trinity_sync.config.lookup import TARGET, build, load, missing, own_options
 from trinity_sync.config.model_checks import KEY, ROWS, validates
@@ -44,7 +44,7 @@ def check_inputs(cfg: DictConfig, task: object = None) -> object:
             f"task._target_ is {cfg.task._target_}, which has no {' and no '.join(lacking)}(), "
             f"but algorithm={cfg.algorithm.kind} needs it; use a task such as {algorithm.tasks}"
         )
-    mode = build("sync", plain(cfg.sync), load("sync", _SYNC_MODE))
+    mode = build("sync", sync_settings(plain(cfg.sync), cfg.explorer.kind), load("sync", _SYNC_MODE))
     if mode.ranks_take_part and cfg.trainer.schedule == "free":
         raise ConfigError(
             f"trainer.schedule is free, but in a round of sync={cfg.sync.mode} the trainer's ranks take part, so they "

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from trinity_sync.config.checks import sync_settings
 from trinity_sync.config.lora_settings import adapter_of, travels
 from trinity_sync.config.schema import Config, VllmConfig, VllmServerConfig
 from trinity_sync.host.references import Settings
@@ -63,7 +64,7 @@ def explorer_spec(cfg: Config, model_path: str, log_dir: str) -> ExplorerSpec:
         task=cfg.task,
         seed=cfg.seed,
         deterministic=cfg.trainer.deterministic and cfg.trainer.schedule == "lockstep",
-        sync=vars(cfg.sync),
+        sync=sync_settings(vars(cfg.sync), cfg.explorer.kind),
         verify=cfg.sync.verify,
         sync_timeout_s=cfg.sync.timeout_s,
         log_dir=log_dir,

@@ -9,6 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from trinity_sync.config import build, retention_policies
+from trinity_sync.config.checks import sync_settings
 from trinity_sync.host import interrupts
 from trinity_sync.launch.actors import Actors, Setup
 from trinity_sync.launch.sample_source import (
@@ -128,6 +129,7 @@ class Job:
 
         self._copies = self._version_copies()
         cfg, actors, policies = self._cfg.sync, self.actors, retention_policies(self._cfg)
+        settings = sync_settings(vars(cfg), self._cfg.explorer.kind)
         side = TrainerSide(
             synchronizer=actors.synchronizer,
             agents=actors.agents,
@@ -140,7 +142,7 @@ class Job:
             explorer_nodes=dict if actors.pool is None else actors.pool.places,
             base_every=next((one.base_every for one in policies if isinstance(one, KeepVersions)), None),
         )
-        return build("sync", vars(cfg), SyncMode).publisher(side)  # type: ignore[type-abstract]
+        return build("sync", settings, SyncMode).publisher(side)  # type: ignore[type-abstract]
 
     def _version_copies(self) -> VersionCopies | None:
         from trinity_sync.checkpoint.mirror.run_mirror import VersionCopies

@@ -306,7 +306,9 @@ class BucketSender(ABC):
 
     @abstractmethod
     def put(self, number: int, layout: PartLayout, data: torch.Tensor, digest: bytes) -> None:
-        """Send bucket `number` (from 0): `data` in the memory of `room`, with the xxh3_128 digest of its bytes."""
+        """Send bucket `number` (from 0): `data` in the memory of `room`, with the xxh3_128 digest of its bytes. Where
+        `data` is shorter than the layout, it is the bucket's delta.
+        """
 
     def end(self, end: End) -> None:
         """Tell the receivers that all buckets were sent. Errors as of `put`."""
@@ -328,7 +330,7 @@ class BucketReceiver(ABC):
 
     @abstractmethod
     def take(self, bucket: BucketNotice, into: torch.Tensor) -> None:
-        """Write a bucket's bytes to a tensor of `device` (uint8, as long as its layout)."""
+        """Write a bucket's bytes, or its delta, to a tensor of `device` (uint8, of that length)."""
 
     def close(self, *, failed: bool) -> None:  # noqa: B027 - a receiver may have nothing to release
         """Release the group or folder."""

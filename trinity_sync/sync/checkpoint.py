@@ -91,7 +91,7 @@ class CheckpointMode(SyncMode):
         return DeltaTransport(side, FolderDeltas(side, CheckpointTransport(side.lease_folder)))
 
     def maps(self, side: ExplorerSide) -> PartMaps:
-        return FileMaps() if self._delta is None else SlotMaps(side.layouts)
+        return FileMaps() if self._delta is None else CopyMaps(side.layouts)
 
     def copies(self, side: ExplorerSide) -> DeltaCopies | None:
         return None if self._delta is None else DeltaCopies(side, self._deltas(side))
@@ -141,7 +141,7 @@ class DeltaPublisher(CheckpointPublisher):
 
     Args:
         root: folder of the deltas, in that of the checkpoints.
-        always: as of `VersionDeltas`; else versions to which no deltas pay are written in full.
+        always: as of `VersionDeltas`; else versions to which no deltas pay are published as without deltas.
     """
 
     def __init__(
@@ -163,13 +163,15 @@ class DeltaPublisher(CheckpointPublisher):
         self._recent: list[Version] = []  # the newest is the last
 
     def publish(self, sealed: Sealed) -> Published:
+        if not self._deltas.pays(sealed):
+            return self._publish_whole(sealed)
         base_every = self._side.base_every
         is_base = base_every is not None and self._count % base_every == 0
-        begins, pays = is_base or self._count % self._full_every == 0, self._deltas.pays(sealed)
-        full = self._write(sealed) if begins or not pays else None
+        begins = is_base or self._count % self._full_every == 0
+        full = self._write(sealed) if begins else None
         folder = version_folder(self._root, sealed.version)
         make_folder(folder)
-        written = self._deltas.encode(sealed, folder, pays=pays, durable=self._durable)
+        written = self._deltas.encode(sealed, folder, pays=True, durable=self._durable)
         by_start: dict[Version, list[WrittenDelta]] = {}
         for one in written:
             by_start.setdefault(one.start, []).append(one)
@@ -191,6 +193,14 @@ class DeltaPublisher(CheckpointPublisher):
             for old in self._folders.pop(0) if len(self._folders) > 2 else ():  # no reader needs them
                 _retire(old)
         self._folders[-1].append(folder)
+        return report
+
+    def _publish_whole(self, sealed: Sealed) -> Published:
+        self._deltas.encode(sealed, pays=False)
+        folder = self._write(sealed)
+        report = self._deltas.report(sealed, (), with_full=True)
+        self._deltas.commit(sealed, str(folder))
+        self._count = 0  # the next version with deltas is also written in full
         return report
 
     def _remember(self, sealed: Sealed, folder: Path, full: Path | None, deltas: list[tuple[Point, int]]) -> None:
@@ -280,6 +290,13 @@ class FileMaps:
             _check_layout(path, layout, info)
             found.append(MappedPart(layout, data, info.buckets))
         return found
+
+
+class CopyMaps(SlotMaps):
+    """Maps an explorer's copies, to which deltas were applied, and the files of versions without deltas."""
+
+    def map(self, lease: Lease) -> list[MappedPart]:
+        return super().map(lease) if lease.location is None else FileMaps().map(lease)
 
 
 def _folder(lease: Lease) -> Path:

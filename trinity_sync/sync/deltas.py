@@ -72,14 +72,15 @@ class VersionDeltas:
     again until the new version is committed.
 
     Args:
-        codec: `sync.delta.codec`.
+        codec: `sync.delta.codec`. ``auto`` is ``gap8z``, the fast code, unless a store or a history keeps the bytes.
         spans: as of `PartEncoder`.
         always: also while no explorer needs a part from another node.
     """
 
     def __init__(self, side: TrainerSide, codec: str, spans: tuple[int, ...] = SPANS, *, always: bool = True) -> None:
         self._side = side
-        self._how = codec, spans
+        kept = side.versions is not None or side.base_every is not None
+        self._how = "gap8z" if codec == "auto" and not kept else codec, spans
         self._always = always
         self._before: tuple[Version, int] | None = None  # the last version and its slot
         self._begun = False
@@ -277,6 +278,11 @@ def _index(root: Path, version: Point) -> VersionIndex | None:
     return None
 
 
+def _is_whole(lease: Lease) -> bool:
+    """Whether a version lies in files, and not in a folder of deltas."""
+    return lease.location is not None and Path(lease.location).name != version_folder(Path(), lease.version).name
+
+
 def _file(root: Path, layout: PartLayout, start: Point, end: Point) -> Path:
     return version_folder(root, end) / delta_file(layout.part, start)
 
@@ -311,6 +317,7 @@ class DeltaTransport:
         held, self._held = self._held if isinstance(find_destination, Places) else None, None
         if self.in_full(lease) and (broadcast is None or broadcast.base is None):
             yield from self._source.full.buckets(lease, broadcast, find_destination)
+            self._held = lease.version if _is_whole(lease) else None
             return
         again, self._tried = self._tried == lease.version, lease.version
         found = None
@@ -329,8 +336,8 @@ class DeltaTransport:
             self._held = lease.version
 
     def in_full(self, lease: Lease) -> bool:
-        """Whether a version is read in full, as nothing of it has to travel."""
-        return not self._always and is_near(self._side.node, lease.parts)
+        """Whether a version is read in full: its folder has no deltas, or nothing of it has to travel."""
+        return _is_whole(lease) or (not self._always and is_near(self._side.node, lease.parts))
 
     def _follow(self, lease: Lease, found: Deltas, find_destination: FindDestination) -> Generator[Bucket, None, None]:
         if found.full is not None and not any(found.chains):
@@ -380,8 +387,7 @@ class DeltaTransport:
             assert isinstance(to, Places), "else the route begins with a full version"
             to.read(layout, number, "shard", buffer.data)
         bits = buffer.view(f"<u{itemsize(dtype)}")
-        for change in changes:
-            delta.apply(bits, change, dtype, bits)
+        delta.apply_chain(bits, changes, dtype, kept=direct)
         if checks and chain and not changes and delta.digest(bits) != chain[-1].digests[number]:
             raise DeltaError(f"piece {number} of part {layout.part} is damaged: it differs from the published one")
         return here._replace(data=None if direct else buffer.data, apply_s=time.perf_counter() - started)

@@ -294,6 +294,7 @@ class BucketNotice:
     layout: PartLayout
     digest: bytes  # xxh3_128 of its bytes (16 bytes)
     source: Source
+    delta_bytes: int | None = None  # of its delta, which is sent instead; None: all of its bytes are
 
 
 @dataclass(frozen=True)
@@ -323,7 +324,7 @@ class Done:
     """A receiver has handed the whole version to its engine."""
 
     digest: str | None  # of the received version; None: it was not computed
-    nbytes: int  # of the buckets of all senders
+    nbytes: int  # that came from all senders
 
 
 @dataclass(frozen=True)

@@ -546,7 +546,8 @@ class GroupSender(BucketSender):
 
     def put(self, number: int, layout: PartLayout, data: torch.Tensor, digest: bytes) -> None:
         assert self._group is not None, "it was connected"
-        self._hub.tell(BucketNotice(number, layout, digest, None))
+        delta_bytes = data.numel() if data.numel() < layout.nbytes else None
+        self._hub.tell(BucketNotice(number, layout, digest, None, delta_bytes))
         with _blame(self._hub.check, f"bucket {number} could not be broadcast"):
             self._waits[number] = self._group.begin(data)
 

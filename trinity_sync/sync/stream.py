@@ -6,14 +6,18 @@ bytes of digest unless `verify` is off.
 
 `send` and `tensors` are for members that are linked (`sync.links`), such as those of verl's weight sync: the trainer's
 ranks send whole tensors or shards, by the `BucketTransfer` of a mode; receivers check them and put them together.
+Where both ends keep the buckets of the last version (`BucketBase`), deltas travel.
 """
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from math import prod
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,11 +30,14 @@ from trinity_sync.sync.broadcast_group import BroadcastGroup, TorchGroup, device
 from trinity_sync.sync.links import BucketNotice, BucketReceipt, Done, End, Spoke
 from trinity_sync.sync.synchronizer_handle import Synchronizer
 from trinity_sync.weights.apply import ChecksumError, check_bytes
+from trinity_sync.weights.delta import DeltaError
 from trinity_sync.weights.digests import DIGEST_BYTES, version_digest
+from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.packing import BUCKET_BYTES, describe, layouts, pack, pack_shards, unpack
+from trinity_sync.weights.part_delta import PartDelta, PartEncoder
 from trinity_sync.weights.shards import Described, Shard, check_cover, matrix_view
 from trinity_sync.weights.staging import views
-from trinity_sync.weights.tensors import digest_entry, from_torch, to_torch, torch_dtype, wire_name
+from trinity_sync.weights.tensors import byte_tensor, digest_entry, from_torch, to_torch, torch_dtype, wire_name
 
 __all__ = ["BUCKET_BYTES", "broadcast", "describe", "join_group", "open_group", "receive"]
 
@@ -39,6 +46,10 @@ Meta = Sequence[Described]
 
 _AS_BYTES = (torch.float8_e4m3fn, torch.float8_e5m2, torch.int16)
 """Dtypes that gloo does not know."""
+
+_DELTA_CODEC = "gap8z"
+"""The fast one: these links are those of a cluster."""
+_MOST_THREADS = 8
 
 
 def open_group(
@@ -174,6 +185,56 @@ def _broadcast(group: BroadcastGroup, tensor: torch.Tensor, name: str) -> None:
 # ---- buckets between linked members
 
 
+class _KeptBucket(NamedTuple):
+    layout: PartLayout
+    data: bytearray
+    encoder: PartEncoder
+
+
+class BucketBase:
+    """The buckets of the version that a sender has sent, or a receiver received from it, last: in the CPU's memory, of
+    as many bytes. The next version travels as deltas over them.
+    """
+
+    def __init__(self) -> None:
+        self._kept: dict[int, _KeptBucket] = {}
+        self._count = 0
+        self._pool = ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), "bucket deltas")
+
+    def begin(self, *, follows: bool) -> None:
+        """Begin a version. `follows`: both ends have the whole version before it."""
+        self._count += 1
+        if not follows:
+            self._kept.clear()
+
+    def encode(self, number: int, layout: PartLayout, data: torch.Tensor) -> bytes | None:
+        """Return the delta of a bucket, and keep its bytes (`data`, on the CPU); None: it is to be sent in full."""
+        new, kept = data.numpy().data, self._kept.get(number)
+        if kept is None or kept.layout != layout:
+            self.keep(number, layout, data)
+            return None
+        [made] = kept.encoder.encode((0, self._count - 1), (0, self._count), (kept.data, new), self._pool)
+        sent = b"".join(made.parts)
+        kept.data[:] = new
+        return sent if len(sent) < layout.nbytes else None
+
+    def apply(self, number: int, layout: PartLayout, sent: torch.Tensor) -> None:
+        """Make the kept bucket the newer one, by its delta. DeltaError: that is damaged, or of another bucket."""
+        kept = self._kept.get(number)
+        if kept is None or kept.layout != layout:
+            raise DeltaError(f"bucket {number} came as a delta, over a bucket that is not here")
+        PartDelta(layout, sent.cpu().numpy().data, f"the delta of bucket {number}").apply(layout, kept.data, self._pool)
+
+    def keep(self, number: int, layout: PartLayout, data: torch.Tensor) -> None:
+        """Keep a bucket that travels in full."""
+        encoder = PartEncoder(layout, _DELTA_CODEC, spans=())
+        self._kept[number] = _KeptBucket(layout, bytearray(data.cpu().numpy().data), encoder)
+
+    def data(self, number: int) -> torch.Tensor:
+        """Return the bytes of a kept bucket. They change with the next version."""
+        return byte_tensor(memoryview(self._kept[number].data))
+
+
 def send(
     shards: Iterable[tuple[Shard, torch.Tensor]],
     sender: BucketSender,
@@ -181,13 +242,20 @@ def send(
     bucket_bytes: int,
     step: int | None,
     whole: bool,
+    base: BucketBase | None = None,
 ) -> End:
-    """Send a version; return the message of its end. `whole`: the shards are whole tensors, so it has a digest."""
+    """Send a version; return the message of its end. `whole`: the shards are whole tensors, so it has a digest. `base`:
+    what travels as deltas does so over it.
+    """
     entries: list[tuple[str, str, tuple[int, ...], bytes]] = []
     buckets = tensors = 0
     for number, (layout, data) in enumerate(pack_shards(shards, sender.room, bucket_bytes=bucket_bytes)):
         here = data.cpu()
-        sender.put(number, layout, data, xxh3_128_digest(here.numpy().data))
+        digest = xxh3_128_digest(here.numpy().data)
+        if base is not None and (sent := base.encode(number, layout, here)) is not None:
+            here, data = base.data(number), data[: len(sent)]
+            data.copy_(torch.frombuffer(bytearray(sent), dtype=torch.uint8))
+        sender.put(number, layout, data, digest)
         if whole:  # the bucket travels meanwhile
             entries += [digest_entry(name, tensor, None) for name, tensor in unpack(layout, here)]
         buckets, tensors = number + 1, tensors + len(layout.entries)
@@ -202,11 +270,16 @@ Named = tuple[str, torch.Tensor]
 
 
 class Stream:
-    """The shards that one sender sends, over a link and the `BucketReceiver` for it."""
+    """The shards that one sender sends, over a link and the `BucketReceiver` for it. `base`: as of `send`.
 
-    def __init__(self, spoke: Spoke, receiver: BucketReceiver) -> None:
+    Attributes:
+        nbytes: that have travelled.
+    """
+
+    def __init__(self, spoke: Spoke, receiver: BucketReceiver, base: BucketBase | None = None) -> None:
         self._spoke = spoke
         self._receiver = receiver
+        self._base = base
         self._ready: deque[tuple[Shard, torch.Tensor]] = deque()
         self._buckets = 0
         self._tensors = 0
@@ -237,15 +310,23 @@ class Stream:
         if bucket.number != self._buckets:
             raise ChecksumError(f"{what} came in place of bucket {self._buckets}")
         try:
-            data = torch.empty(bucket.layout.nbytes, dtype=torch.uint8, device=self._receiver.device)
+            nbytes = bucket.layout.nbytes if bucket.delta_bytes is None else bucket.delta_bytes
+            data = torch.empty(nbytes, dtype=torch.uint8, device=self._receiver.device)
             self._receiver.take(bucket, data)
+            if bucket.delta_bytes is not None:
+                if self._base is None:
+                    raise RunError(f"{what} came as a delta, which this receiver does not take")
+                self._base.apply(bucket.number, bucket.layout, data)
+                data = self._base.data(bucket.number).to(data.device, copy=True)
             check_bytes(what, data.cpu().numpy().data, bucket.layout.nbytes, bucket.digest)
+            if self._base is not None and bucket.delta_bytes is None:
+                self._base.keep(bucket.number, bucket.layout, data)
         except RunError:
             self._spoke.check()  # a sender that gives up removes its memory and files: then that is the error
             raise
         self._spoke.tell(BucketReceipt(bucket.number))
         self._buckets += 1
-        self.nbytes += bucket.layout.nbytes
+        self.nbytes += nbytes
         self._ready.extend(zip(bucket.layout.shards, views(bucket.layout, data), strict=True))
         self._tensors += len(bucket.layout.entries)
 

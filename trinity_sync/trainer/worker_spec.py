@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Literal
 
 from trinity_sync.backends.option import BackendOption, ConfigFields, backend_option
 from trinity_sync.config import dtype_name
+from trinity_sync.config.checks import sync_settings
 from trinity_sync.config.lora_settings import Adapter, adapter_of, travels
 from trinity_sync.config.schema import Config
 from trinity_sync.errors import ConfigError
@@ -127,7 +128,7 @@ def worker_spec(cfg: Config, model_path: str, log_dir: str, given: str | None = 
         temperature=cfg.explorer.temperature,
         seed=cfg.seed,
         deterministic=trainer.deterministic and trainer.schedule == "lockstep",
-        sync=vars(cfg.sync),
+        sync=sync_settings(vars(cfg.sync), cfg.explorer.kind),
         wire_dtype=dtype_name(cfg.sync.wire_dtype),
         keep_fp32=cfg.sync.keep_fp32,
         bucket_bytes=cfg.sync.bucket_mb * 2**20,

@@ -98,7 +98,8 @@ class PartEncoder:
     each length; the versions themselves stay where the caller has them.
 
     Args:
-        codec: a name of `delta.CODECS`, or ``auto``: ``class_gap``, without the native library ``gap8z``.
+        codec: a name of `delta.CODECS`, or ``auto``: that of the fewest bytes, ``class_gap``, or ``gap8z`` without
+            the native library.
         spans: lengths in versions of the merged deltas.
     """
 
@@ -223,16 +224,32 @@ class PartDelta:
             raise DeltaError(f"{path} cannot be read: {error.strerror}") from error
         return cls(layout, data, str(path), step)
 
-    def apply(self, layout: PartLayout, segment: Segment, pool: Executor) -> None:
-        """Make the newer version of a part in place; after a DeltaError it is neither of the two."""
+    def apply(
+        self,
+        layout: PartLayout,
+        segment: Segment,
+        pool: Executor,
+        after: PartDelta | None = None,
+        *,
+        checked: bool = True,
+    ) -> None:
+        """Make the newer version of a part in place; after a DeltaError it is neither of the two.
 
-        def change(piece: Elements, delta_of: Part | None, dtype: str) -> None:
+        Args:
+            after: the delta that was applied last, whose result is not digested once more.
+            checked: False: digests of the result are not compared, as more deltas follow.
+        """
+
+        def change(number: int, piece: Elements, delta_of: Part | None, dtype: str) -> None:
+            known = None if after is None else after.digests[number]
             if delta_of is not None:
-                delta.apply(piece, delta_of, dtype, piece, kept=False)
+                delta.apply(piece, delta_of, dtype, piece, base_digest=known, kept=False, checked=checked)
+            elif checked and known is not None and delta.digest(piece) != self.digests[number]:
+                raise DeltaError(f"piece {number} of part {layout.part} has another digest than its sender's")
 
         dtypes = (dtype for *_, dtype in layout.by_shard)
         given = zip(_arrays(layout, segment), self.pieces, dtypes, strict=True)
-        changes = [pool.submit(change, *one) for one in given]
+        changes = [pool.submit(change, number, *one) for number, one in enumerate(given)]
         wait(changes)  # also after an error: the caller may use the segment again
         for one in changes:
             one.result()

@@ -32,9 +32,10 @@ def start(models: Path, tmp_path: Path) -> Iterator[Callable[..., Any]]:
     checkpoint_engine.register()  # its import does so once in a process, and another file's tests change the registry
     made = []
 
-    def program(mode: str, **more: Any) -> Program:
+    def program(mode: str, encoding: str = "full", **more: Any) -> Program:
         keys = {
             "mode": mode,
+            "encoding": encoding,
             "timeout_s": LIMIT,
             **({"dir": str(tmp_path / "versions")} if mode == "checkpoint" else {}),
         }
@@ -78,6 +79,16 @@ def test_versions_move_to_several_workers(mode: str, start: Callable[..., Any], 
     assert [name.split("-")[0] for name in left(tmp_path / "versions")] == (
         ["version_3"] if mode == "checkpoint" else []
     )
+
+
+@pytest.mark.all
+def test_versions_move_as_deltas(start: Callable[..., Any]) -> None:
+    program = start("nccl", encoding="delta", workers=2)
+    full = moves(program, 1)["weight_sync/bytes"]
+    assert moves(program, 1)["weight_sync/bytes"] < full / 10
+    assert moves(program, 2)["weight_sync/bytes"] <= full
+    program.restart("rollout")
+    assert moves(program, 2)["weight_sync/bytes"] == full
 
 
 @pytest.mark.all

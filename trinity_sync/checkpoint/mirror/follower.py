@@ -158,10 +158,12 @@ class VersionFollower:
         parts = [open_shard_file(file, writable=True) for file in files]
         try:
             with ThreadPoolExecutor(os.cpu_count()) as pool:
-                for step in fetched.steps:
-                    for layout, data in parts:
+                for layout, data in parts:
+                    before = None
+                    for step in fetched.steps:
                         path = step_dir(self._own, step[1][1]) / DELTA_FILES / delta_file(layout.part, step[0])
-                        PartDelta.read(path, layout, step).apply(layout, data, pool)
+                        last, before = before, PartDelta.read(path, layout, step)
+                        before.apply(layout, data, pool, last, checked=step == fetched.steps[-1])
             replace_file(held / _STATE, json.dumps([of.run, *of.point]))
             version = RestoredVersion(held, fetched.version, files)
             done = export_checkpoint(held, self._into / of.folder, dtype="as-saved", version=version)

@@ -15,7 +15,7 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import AsyncGenerator, Callable, Iterable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -35,7 +35,7 @@ from trinity_sync.sync.checkpoint import FolderTransfer
 from trinity_sync.sync.links import Done, Hub, Spoke
 from trinity_sync.sync.memory import RoomTransfer
 from trinity_sync.sync.nccl import GroupTransfer
-from trinity_sync.sync.stream import Named, Stream, send, tensors
+from trinity_sync.sync.stream import BucketBase, Named, Stream, send, tensors
 from trinity_sync.weights.apply import ChecksumError
 from trinity_sync.weights.shards import Shard, whole
 
@@ -90,6 +90,8 @@ class WeightSync(CheckpointEngine):
         self._session = Session(self._settings.timeout_s, None)
         self._gathering: Gathering[object] | None = None
         self._last: LastVersion | None = None
+        self._held: str | None = None  # the whole version in `_bases`
+        self._bases: list[BucketBase] = []  # by sender
 
     # ---- before and after
 
@@ -98,16 +100,17 @@ class WeightSync(CheckpointEngine):
         self._session.end("a new sync begins")
         if self._gathering is not None:
             self._gathering.wait()  # two gathers at once would mix up the tensors of the trainer's ranks
+        held, self._held = self._held, None
         # Not before: a process that asks for its GPU allocates memory on it.
         device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else None
         self._session = session = Session(self._settings.timeout_s, device)
         if not self._sends:
-            return membership.this_process(self._settings, None, None)
+            return membership.this_process(self._settings, None, None, held)
         with session.at_work():
             host = str(ray.util.get_node_ip_address()).strip("[]")
             session.hub = Hub(host, self._settings.timeout_s)
             session.sender = self._transfer.sender(host)
-            return membership.this_process(self._settings, session.hub.address, session.sender.meeting)
+            return membership.this_process(self._settings, session.hub.address, session.sender.meeting, held)
 
     @classmethod
     def build_topology(
@@ -128,21 +131,33 @@ class WeightSync(CheckpointEngine):
         """Connect to the other members. On all members, concurrently."""
         session = self._session
         with session.at_work():
+            bases = self._begin_bases(place)
             if place.role == "sender":
                 assert session.hub is not None, "a sender prepares"
                 assert session.sender is not None, "a sender prepares"
                 session.hub.meet(place.receivers)
                 session.sender.connect(session.hub, len(place.receivers))
             elif place.role == "receiver":
-                for sender in place.senders:
+                for sender, base in zip(place.senders, bases, strict=True):
                     spoke = Spoke(sender.name, sender.address, place.index, self._settings.timeout_s)
                     try:
                         receiver = self._transfer.receiver(spoke, sender.meeting, place.index, len(place.receivers))
                     except BaseException as error:
                         spoke.give_up(describe_error(error))
                         raise
-                    session.streams.append(Stream(spoke, receiver))
+                    session.streams.append(Stream(spoke, receiver, base))
             session.place = place
+
+    def _begin_bases(self, place: MemberPlace) -> Sequence[BucketBase | None]:
+        """Return the copies over which deltas travel, one of a sender, and one of a receiver for each sender."""
+        count = len(place.senders) if place.role == "receiver" else 1
+        if self._settings.encoding == "full" or place.role == "gatherer":
+            return [None] * count
+        if len(self._bases) != count:
+            self._bases = [BucketBase() for _ in range(count)]
+        for base in self._bases:
+            base.begin(follows=place.follows)
+        return self._bases
 
     def finalize(self) -> None:
         """End the sync and free its resources. On all members; may be called again.
@@ -206,10 +221,12 @@ class WeightSync(CheckpointEngine):
         assert session.sender is not None, "a sender prepares"
         started = time.perf_counter()
         full = self._settings.verify == "full" and not self._all_send
-        sent = send(shards, session.sender, bucket_bytes=self._bucket_bytes, step=step, whole=full)
+        base = self._bases[0] if self._bases else None
+        sent = send(shards, session.sender, bucket_bytes=self._bucket_bytes, step=step, whole=full, base=base)
         done = session.hub.wait_done()
         digest = _agreed([*(one.digest for one in done), *([sent.digest] if full else [])], step)
         session.finish()
+        self._held = place.version if self._bases else None
         seconds = time.perf_counter() - started
         self._remember(step, digest, done[0].nbytes, seconds)
         logger.info("%s was sent to %d receivers: %s", _version(step), len(done), self._last)
@@ -248,7 +265,7 @@ class WeightSync(CheckpointEngine):
 
     async def _receive(self, session: Session, step: int | None) -> AsyncGenerator[Named, None]:
         started = time.perf_counter()
-        _met(session, "receive")
+        version = _met(session, "receive").version
         full = self._settings.verify == "full"
         batches = tensors(session.streams, digest=full, device=session.device)
 
@@ -257,6 +274,7 @@ class WeightSync(CheckpointEngine):
                 batch = next(batches)
                 if isinstance(batch, Done):
                     session.finish()
+                    self._held = version if self._bases else None
                 return batch
 
         try:

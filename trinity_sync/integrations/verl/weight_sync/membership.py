@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import secrets
 import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,7 @@ _FLOATING = tuple(name for name in shards.NAMES if shards.is_floating(name))
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "mode": ("memory", "nccl", "checkpoint"),
     "transport": ("auto", "nccl", "gloo"),
+    "encoding": ("full", "delta"),
     "verify": ("full", "bucket"),
     "wire_dtype": (None, *_FLOATING),
 }
@@ -39,6 +41,7 @@ class WeightSyncSettings:
     verify: str = "full"  # full: the digests of each bucket and of the version; bucket: of each bucket
     transport: str = "auto"  # in mode nccl: nccl between GPUs, gloo between CPUs, auto: nccl where there are GPUs
     dir: str | None = None  # in mode checkpoint: the folder
+    encoding: str = "full"  # in mode nccl: delta: what has changed since the version before, over copies in CPU memory
 
 
 def read(given: Mapping[str, object], backend: str) -> WeightSyncSettings:
@@ -51,10 +54,9 @@ def read(given: Mapping[str, object], backend: str) -> WeightSyncSettings:
         raise ConfigError(f"{_place(backend)}dir is needed for mode=checkpoint: name a folder that all nodes share")
     if settings.mode != "checkpoint" and settings.dir is not None:
         raise ConfigError(f"{_place(backend)}dir={settings.dir} has no effect with mode={settings.mode}; leave it out")
-    if settings.mode != "nccl" and settings.transport != "auto":
-        raise ConfigError(
-            f"{_place(backend)}transport={settings.transport} has no effect with mode={settings.mode}; leave it out"
-        )
+    for key, usual in (("transport", "auto"), ("encoding", "full")):
+        if settings.mode != "nccl" and (value := given.get(key, usual)) != usual:
+            raise ConfigError(f"{_place(backend)}{key}={value} has no effect with mode={settings.mode}; leave it out")
     return settings
 
 
@@ -99,6 +101,7 @@ class MemberReady:
     settings: WeightSyncSettings
     address: SenderAddress | None = None  # of a sender
     meeting: str | None = None  # of a sender: `BucketSender.meeting`
+    held: str | None = None  # the version that it has a copy of: `MemberPlace.version` of that sync
 
 
 @dataclass(frozen=True)
@@ -119,13 +122,17 @@ class MemberPlace:
     name: str  # for the errors of other members
     senders: tuple[Sender, ...]
     receivers: tuple[str, ...]
+    version: str  # drawn anew for each sync
+    follows: bool  # all senders and receivers have a copy of one version: this one may travel as deltas over it
 
 
-def this_process(settings: WeightSyncSettings, address: SenderAddress | None, meeting: str | None) -> MemberReady:
+def this_process(
+    settings: WeightSyncSettings, address: SenderAddress | None, meeting: str | None, held: str | None = None
+) -> MemberReady:
     """Return this process's data."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     node = Node(socket.gethostname(), boot, Path("/proc/self/ns/pid").stat().st_ino)
-    return MemberReady(node, os.getpid(), settings, address, meeting)
+    return MemberReady(node, os.getpid(), settings, address, meeting, held)
 
 
 def place(
@@ -148,15 +155,15 @@ def place(
     if ranks[0].settings.mode == "memory":
         _check_one_node([*ranks[:sending], *rollout], [*names[:sending], *receivers])
     senders = tuple(_sender(name, ready) for name, ready in zip(names[:sending], ranks[:sending], strict=True))
+    held = {ready.held for ready in (*ranks[:sending], *rollout)}
+    shared = senders, receivers, secrets.token_hex(8), len(held) == 1 and None not in held
     of_ranks = [
-        MemberPlace("sender", number, name, senders, receivers)
+        MemberPlace("sender", number, name, *shared)
         if number < sending
-        else MemberPlace("gatherer", number - sending, name, senders, receivers)
+        else MemberPlace("gatherer", number - sending, name, *shared)
         for number, name in enumerate(names)
     ]
-    return of_ranks, [
-        MemberPlace("receiver", number, name, senders, receivers) for number, name in enumerate(receivers)
-    ]
+    return of_ranks, [MemberPlace("receiver", number, name, *shared) for number, name in enumerate(receivers)]
 
 
 def _named(kind: str, number: int, ready: MemberReady) -> str:

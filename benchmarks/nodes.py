@@ -1,0 +1,160 @@
+"""Versions between two nodes whose link is limited: full versions beside deltas, in modes memory and nccl.
+
+    python benchmarks/nodes.py --json [--mbit 100] [--layers 28] [--changed 0.007] [--versions 4]
+                               [--modes memory nccl] [--output benchmarks/results/nodes.json]
+
+Needs Linux, root, `ip`, `tc` and `unshare`. Two network namespaces of this machine are the nodes: a raylet in each, and
+a token bucket of that rate in both directions. Two ranks of the trainer are on the first node, one explorer is on the
+second (`launch.py workload=bytes`: the shapes of qwen3-0.6b, random weights, of which each step changes that share).
+For each mode and encoding one run; figures are medians over its versions but the first two. `publish_s` is from the
+copy into the slot to the commit, `encode_s` the part of it for deltas, `load_s` from the commit to the explorer that
+serves the version, digests included. `rate_s` is the time that the bytes of a full version need at the link's rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+INSIDE = "TRINITY_BENCHMARK_NAMESPACE"
+NODES = (1, 2)
+HEAD = "10.99.0.1"
+_STORE_BYTES = 3 << 29
+
+
+def main() -> None:
+    """Measure, and print JSON."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true", help="print JSON (the only output format)")
+    parser.add_argument("--mbit", type=int, default=100, help="rate of the link, Mbit/s each way (default 100)")
+    parser.add_argument("--layers", type=int, default=28, help="of the model (default 28, all)")
+    parser.add_argument("--changed", type=float, default=0.007, help="share that a step changes (default 0.007)")
+    parser.add_argument("--versions", type=int, default=4, help="after the first one (default 4)")
+    parser.add_argument("--modes", nargs="+", choices=("memory", "nccl"), default=("memory", "nccl"))
+    parser.add_argument("--codecs", nargs="+", default=("auto",), help="of deltas (default auto)")
+    parser.add_argument("--output", type=Path, help="write the JSON there too")
+    options = parser.parse_args()
+    if INSIDE not in os.environ:  # all that is made goes with the namespace
+        own = ["unshare", "-m", "-n", "--propagation", "private", sys.executable, __file__, *sys.argv[1:]]
+        os.execvpe("unshare", own, {**os.environ, INSIDE: "1"})
+    limit_links(options.mbit)
+    with tempfile.TemporaryDirectory(prefix="nodes-") as folder, cluster(Path(folder)):
+        found = []
+        for mode in options.modes:
+            for encoding, codec in (("full", "auto"), *(("auto", one) for one in options.codecs)):
+                given = (f"sync={mode}", f"sync.encoding={encoding}", f"sync.delta.codec={codec}")
+                run = Path(folder, f"{mode}-{encoding}-{codec}")
+                found.append({"mode": mode, "encoding": encoding, "codec": codec, **measure(run, given, options)})
+                print(json.dumps(found[-1]), file=sys.stderr)
+    report = {
+        "command": " ".join(["python", "benchmarks/nodes.py", *sys.argv[1:]]),
+        "cores": os.cpu_count(),
+        "load_average": os.getloadavg(),
+        "mbit": options.mbit,
+        "changed": options.changed,
+        "runs": found,
+    }
+    text = json.dumps(report, indent=2)
+    if options.output:
+        options.output.write_text(text + "\n")
+    print(text)
+
+
+def limit_links(mbit: int) -> None:
+    """Make the namespaces n1 and n2 on a bridge."""
+    shape = f"tbf rate {mbit}mbit burst 256kb limit 4mb"
+    lines = [
+        "ip link set lo up",
+        "mkdir -p /run/netns",
+        "mount -t tmpfs none /run/netns",
+        "ip link add br0 type bridge",
+    ]
+    lines += ["ip link set br0 up", "ip addr add 10.99.0.254/24 dev br0"]
+    for one in NODES:
+        lines += [
+            f"ip netns add n{one}",
+            f"ip link add h{one} type veth peer name eth0 netns n{one}",
+            f"ip link set h{one} master br0 up",
+            f"ip -n n{one} link set lo up",
+            f"ip -n n{one} addr add 10.99.0.{one}/24 dev eth0",
+            f"ip -n n{one} link set eth0 up",
+            f"tc qdisc add dev h{one} root {shape}",
+            f"ip netns exec n{one} tc qdisc add dev eth0 root {shape}",
+        ]
+    for line in lines:
+        subprocess.run(line.split(), check=True)
+
+
+@contextmanager
+def cluster(folder: Path) -> Iterator[None]:
+    """A raylet in each namespace."""
+    common = ["--block", "--disable-usage-stats", f"--object-store-memory={_STORE_BYTES}"]
+    head = ["--head", f"--node-ip-address={HEAD}", "--port=6379", "--num-cpus=2", "--include-dashboard=false"]
+    other = [f"--address={HEAD}:6379", "--node-ip-address=10.99.0.2", "--num-cpus=4"]
+    started = []
+    try:
+        for one, own in zip(NODES, ([*head, f"--temp-dir={folder}/ray"], other), strict=True):
+            command = [str(Path(sys.executable).with_name("ray")), "start", *common, *own]
+            started.append(in_node(one, command, folder / f"raylet-{one}.log"))
+            time.sleep(10)
+            assert started[-1].poll() is None, (folder / f"raylet-{one}.log").read_text()
+        yield
+    finally:
+        for signal in ("-TERM", "-KILL"):
+            for one in NODES:
+                pids = subprocess.run(["ip", "netns", "pids", f"n{one}"], capture_output=True, text=True).stdout.split()
+                subprocess.run(["kill", signal, *pids], stderr=subprocess.DEVNULL)
+            time.sleep(3)
+
+
+def in_node(one: int, command: Sequence[str], log: Path) -> subprocess.Popen[bytes]:
+    """Start a command in a namespace."""
+    env = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "eth0", "RAY_AUTH_MODE": "disabled"}
+    with log.open("wb") as output:
+        given = ["ip", "netns", "exec", f"n{one}", *command]
+        return subprocess.Popen(given, env=env, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT)
+
+
+def measure(run: Path, given: Sequence[str], options: argparse.Namespace) -> dict[str, Any]:
+    """The figures of one run."""
+    command = [sys.executable, "launch.py", "live=off", "cluster=existing", f"cluster.address={HEAD}:6379"]
+    command += ["workload=bytes", "model.shapes=qwen3-0.6b", f"model.layers={options.layers}", "backend.ranks=2"]
+    command += ["explorer.replicas=1", f"trainer.steps={options.versions}", "checkpoint.interval=0", *given]
+    command += [f"workload.changed={options.changed}", "sync.timeout_s=900", f"hydra.run.dir={run}"]
+    log = run.with_suffix(".log")
+    if in_node(1, command, log).wait(3600):
+        raise SystemExit(log.read_text()[-5000:])
+    events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+    sent = [event for event in events if event["event"] == "publish" and event["version"] > 1]
+    loads = [event for event in events if event["event"] == "load" and event["version"] > 1]
+    assert len(sent) == len(loads) == options.versions - 1, f"{len(sent)} versions, {len(loads)} loads"
+    assert not [event for event in events if event["event"] == "fault"], "a version was sent again"
+
+    def median(found: Sequence[dict[str, Any]], name: str) -> float | None:
+        values = [event[name] for event in found if event.get(name) is not None]
+        return statistics.median(values) if values else None
+
+    return {
+        "bytes_full": sent[0]["bytes_full"],
+        "bytes": median(loads, "bytes"),
+        "rate_s": sent[0]["bytes_full"] * 8 / options.mbit / 1e6,
+        "publish_s": median(sent, "total_s"),
+        "encode_s": median(sent, "encode_s"),
+        "load_s": median(loads, "total_s"),
+        "apply_s": median(loads, "apply_s"),
+    }
+
+
+if __name__ == "__main__":
+    main()
