@@ -6,6 +6,7 @@ and renamed when it is complete and its digest is right; a failure leaves nothin
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -202,7 +203,8 @@ def _check_room(output: Path, wanted: int) -> None:
     usage = shutil.disk_usage(output.parent)
     free = usage.free
     if usage.total and free < wanted:  # some file systems do not say
-        raise RunError(f"{output} cannot be written: it would have {wanted} bytes, and {free} are free there")
+        told = f"{output} cannot be written: it would have {wanted} bytes, and {free} are free there"
+        raise RunError(told) from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
 def _wire(opened: Weights, weights: Weights) -> WireFormat:

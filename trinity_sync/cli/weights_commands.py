@@ -292,7 +292,8 @@ def _follow(options: argparse.Namespace) -> int:
             else:
                 loaded, refused = version, ""
                 print(f"version {version} loaded by {shown(options.notify)}", flush=True)
-        follower.tidy()
+        if not problem:  # else what has arrived is of use at the next look
+            follower.tidy()
         if options.once:
             return 1 if problem or failed else 0
         time.sleep(options.every)

@@ -355,12 +355,12 @@ def _check_store(get: Get) -> Iterator[Problem]:
     if store is None:
         return
     # fsspec, and the client of the place, are imported only where there is a store
-    from trinity_sync.host.urls import absolute, place_problem
+    from trinity_sync.host.urls import are_same, place_problem
 
     key, none = "sync.store", ", or sync.store=null"
     if problem := place_problem(store):
         yield Problem(key, problem)
-    elif (mirror := get("checkpoint.mirror")) and absolute(mirror).rstrip("/") == absolute(store).rstrip("/"):
+    elif (mirror := get("checkpoint.mirror")) and are_same(mirror, store):
         yield Problem(key, "is the place of checkpoint.mirror, too; name another folder or URL for one of the two")
     if get("sync.mode") != "checkpoint" or get(f"sync.{TARGET}") not in own_targets():
         yield Problem(key, f"is for sync=checkpoint, where versions are files; choose sync=checkpoint{none}")

@@ -57,3 +57,16 @@ def local_folder(place: str) -> Path | None:
     if not separator:
         return Path(place)
     return Path(rest) if protocol in ("file", "local") else None
+
+
+def are_same(one: str, other: str) -> bool:
+    """Return whether two names are of one place, by the names and, on this machine, by links."""
+    folders = local_folder(one), local_folder(other)
+    if folders[0] is not None and folders[1] is not None:
+        return folders[0].resolve() == folders[1].resolve()
+    return _usual(one) == _usual(other)
+
+
+def _usual(place: str) -> tuple[str, str]:
+    protocol, _, rest = place.partition("://")
+    return _EXTRAS.get(protocol, protocol), rest.rstrip("/")

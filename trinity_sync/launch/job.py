@@ -87,7 +87,11 @@ class Job:
                 self._finish_copies(at_once=isinstance(error, KeyboardInterrupt))
             raise
         actors.synchronizer.set_trainer_status("stopped").result(actors.synchronizer.timeout_s)
-        self._finish_copies(at_once=not completed)
+        try:
+            self._finish_copies(at_once=not completed)
+        except KeyboardInterrupt:  # in the wait for them: what is missing is said all the same
+            self._finish_copies(at_once=True)
+            raise
         if not completed:
             raise KeyboardInterrupt
 

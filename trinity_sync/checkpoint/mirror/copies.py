@@ -220,13 +220,13 @@ class Mirror:
         return found
 
     def versions(self) -> list[Manifest]:
-        """List the manifests of the run whose mark the place has, the newest of the latest attempt first. Raises
-        ForeignError, NewerFormatError, UnreadableError.
+        """List the manifests of versions of the run whose mark the place has, the newest of the latest attempt first.
+        Raises ForeignError, NewerFormatError, UnreadableError.
         """
         mark = self._mark()
         found = [] if mark is None else map(self._sound, self.steps())
         ours = [one for one in found if one is not None and mark is not None and one.run == mark.run]
-        return sorted(ours, key=point_of, reverse=True)
+        return sorted((one for one in ours if one.kind != FULL), key=point_of, reverse=True)
 
     # ---- sending
 
@@ -241,6 +241,11 @@ class Mirror:
         present = self._storage.files(folder)
         if present and not (self._unfinished(step) if copy is None else self._is_ours(copy)):
             raise ForeignError(f"{folder} there is not a copy by this run, so it is left alone; move it away")
+        if copy is not None and (copy.kind == FULL) != (manifest.kind == FULL):
+            held, told = ("a checkpoint", "version") if copy.kind == FULL else ("a version", "checkpoint")
+            raise ForeignError(
+                f"{folder} there is {held} of this run, and not a {told}; name another place for one kind"
+            )
         arrived = {entry.path for entry in manifest.files if present.get(entry.path) == entry.bytes}
         if copy == manifest and len(arrived) == len(manifest.files):
             self._name_newest(manifest, start)
@@ -358,7 +363,7 @@ class Mirror:
             if manifest is None:
                 gone = step not in local and self._unfinished(step)
             else:
-                gone = self._is_ours(manifest) and point_of(manifest) < oldest
+                gone = manifest.kind != FULL and self._is_ours(manifest) and point_of(manifest) < oldest
             if gone:
                 self._delete(step)
 

@@ -33,12 +33,11 @@ from trinity_sync.checkpoint.folder.contents import Manifest, ManifestError, rea
 from trinity_sync.checkpoint.folder.owner import Owner
 from trinity_sync.checkpoint.mirror.copies import DamagedError, Mirror, is_base, point_of, staged_name
 from trinity_sync.checkpoint.mirror.run_mirror import DELTA_FILES, MirrorSettings, call
-from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.errors import ConfigError, RunError, TrinityError
 from trinity_sync.host.durable import make_folder, replace_file, sync_folder
 from trinity_sync.host.locks import open_lock, try_lock
 from trinity_sync.protocol.parts import delta_file
 from trinity_sync.protocol.versions import Version
-from trinity_sync.weights.delta import DeltaError
 from trinity_sync.weights.part_delta import PartDelta, Point, Step, VersionIndex, find_route
 
 CURRENT = "current"
@@ -106,8 +105,10 @@ class VersionFollower:
     @property
     def version(self) -> Version | None:
         """The version to which the link leads; None: there is none."""
-        shown = self._shown()
-        return None if shown is None else Version(*shown.point)
+        with suppress(OSError):
+            if (shown := self._shown()) is not None:
+                return Version(*shown.point)
+        return None
 
     def update(self) -> bool:
         """Take the newest version. Returns whether there was a newer one. Raises RunError: the store cannot be asked,
@@ -167,19 +168,23 @@ class VersionFollower:
             replace_file(held / _STATE, json.dumps([of.run, *of.point]))
             version = RestoredVersion(held, fetched.version, files)
             done = export_checkpoint(held, self._into / of.folder, dtype="as-saved", version=version)
-        except (RunError, DeltaError) as error:
-            shutil.rmtree(held, ignore_errors=True)
-            if fetched.base is not None and not isinstance(error.__cause__, OSError):
-                self._refused.add(of)
+        except TrinityError as error:
+            if not isinstance(error.__cause__, OSError):  # else the disk refused, which says nothing of the version
+                shutil.rmtree(held, ignore_errors=True)
+                if fetched.base is not None:
+                    self._refused.add(of)
             raise RunError(f"version {Version(*of.point)} cannot be made: {error}") from error
         if done.missing:
             self._say(f"version {Version(*of.point)} lacks {len(done.missing)} tensors that were not trained")
 
     def _shown(self) -> _Of | None:
-        with suppress(OSError):
-            if (match := _VERSION.fullmatch(self.current.readlink().name)) and self.current.is_dir():
-                return _Of(match[3], (int(match[1]), int(match[2])))
-        return None
+        """Return the version to which the link leads; None: to none. OSError: it cannot be read now."""
+        try:
+            match = _VERSION.fullmatch(self.current.readlink().name)
+            self.current.stat()
+        except FileNotFoundError:
+            return None
+        return None if match is None else _Of(match[3], (int(match[1]), int(match[2])))
 
     def _held(self) -> _Of | None:
         with suppress(OSError, ValueError, TypeError):
@@ -190,7 +195,7 @@ class VersionFollower:
     def _delete_others(self, shown: _Of | None) -> None:
         for path in self._into.glob("*version-*"):
             if _VERSION.match(path.name.removeprefix(".")) and (shown is None or path.name != shown.folder):
-                shutil.rmtree(path)
+                shutil.rmtree(path, ignore_errors=True)  # one of which a reader has files goes later
 
 
 # ---- done in a process of its own
@@ -230,7 +235,6 @@ def _fetch(
             wanted: dict[Point | Step, Manifest] = {step: _deltas(by_point[step[1]], step[0]) for step in steps}
             if base is not None:
                 wanted[base] = _base(by_point[base])
-                shutil.rmtree(root / _HELD, ignore_errors=True)  # it is of no more use, and takes as many bytes
             if (failed := _fetch_all(mirror, root, wanted)) is None:
                 return _Fetched(version, steps, base)
             lost.add(failed)
@@ -243,7 +247,7 @@ def _fetch_all(mirror: Mirror, root: Path, wanted: Mapping[Point | Step, Manifes
     names = {name for one in wanted.values() for name in (staged_name(one), step_dir(root, one.step).name)}
     for path in [*root.glob(f"*{contents.STEP_PREFIX}*"), *(root / contents.STAGING).glob("*")]:
         if path.name not in names:
-            shutil.rmtree(path)
+            shutil.rmtree(path, ignore_errors=True)
     for what, manifest in wanted.items():
         folder, staging = step_dir(root, manifest.step), root / contents.STAGING / staged_name(manifest)
         with suppress(ManifestError):

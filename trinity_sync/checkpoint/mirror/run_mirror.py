@@ -13,11 +13,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import SimpleQueue
 from typing import TYPE_CHECKING, Literal, TypedDict, TypeVar, cast
 
 import tenacity
@@ -40,7 +41,7 @@ from trinity_sync.checkpoint.folder.contents import (
 from trinity_sync.checkpoint.folder.leases import CheckpointLease, lease_checkpoint, leased
 from trinity_sync.checkpoint.folder.owner import Owner, Recorded, manifests
 from trinity_sync.checkpoint.mirror.copies import DamagedError, ForeignError, Mirror, Storage, oldest_needed, point_of
-from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.errors import ConfigError, RunError, TrinityError
 from trinity_sync.host import interrupts
 from trinity_sync.host.child_process import Channel, Child, start_child
 from trinity_sync.host.masking import shown, without_secrets
@@ -425,7 +426,9 @@ class VersionCopies:
         self._report = report
         self._base: Manifest | None = None
         shutil.rmtree(self._root, ignore_errors=True)
-        self._pool = ThreadPoolExecutor(1, "store")
+        self._todo = SimpleQueue[tuple[Future[None], Version, str | None, Path] | None]()
+        # not of a pool, whose threads keep the process alive, also where a disk does not answer
+        threading.Thread(target=self._complete_all, name="store", daemon=True).start()
         self._completing: dict[int, Future[None]] = {}  # by step; those that have ended go with the next version
         self._uploads = Uploads(
             self._root, store.place, store.settings, owner=store.owner, policies=(), start=start, report=self._hear
@@ -440,16 +443,20 @@ class VersionCopies:
                 keep_weights(full, folder, durable=False)
             for path in deltas:
                 link_or_copy(path, folder / DELTA_FILES / path.name)
-            self._completing[version.step] = self._pool.submit(self._complete, version, digest, folder)
-        except (OSError, RunError, RuntimeError) as error:
+        except (OSError, TrinityError) as error:
             self._give_up(version.step, folder, error)
+            return
+        self._completing[version.step] = Future()
+        self._todo.put((self._completing[version.step], version, digest, folder))
 
     def finish(self, limit_s: float) -> Mapping[int, str]:
         """Wait for the copies under way, at most so long, and stop; return the steps that are not there, and why."""
         deadline = time.monotonic() + limit_s
         while (self._incomplete() or self._uploads.busy) and time.monotonic() < deadline:
             time.sleep(_POLL_S)
-        self._pool.shutdown(wait=False, cancel_futures=True)
+        for future in self._completing.values():
+            future.cancel()
+        self._todo.put(None)
         missing = self._uploads.left() | dict.fromkeys(self._incomplete(), "its files were not read in time")
         self._uploads.stop()
         shutil.rmtree(self._root, ignore_errors=True)
@@ -457,6 +464,15 @@ class VersionCopies:
 
     def _incomplete(self) -> dict[int, Future[None]]:
         return {step: future for step, future in self._completing.items() if future.cancelled() or not future.done()}
+
+    def _complete_all(self) -> None:
+        while (one := self._todo.get()) is not None:
+            future, version, digest, folder = one
+            if future.set_running_or_notify_cancel():
+                try:
+                    self._complete(version, digest, folder)
+                finally:
+                    future.set_result(None)
 
     def _complete(self, version: Version, digest: str | None, folder: Path) -> None:
         """Write the manifest of a version, and have it copied."""
@@ -479,7 +495,7 @@ class VersionCopies:
             )
             write_manifest(folder, manifest, durable=False)
             self._drop_superfluous()
-        except (OSError, RunError) as error:
+        except Exception as error:  # such as a model's file that cannot be read: the version is not there, and said so
             self._give_up(version.step, folder, error)
         else:
             self._uploads.add(version.step)
@@ -628,12 +644,13 @@ def call(
         _send(
             child.channel, (place, settings.key, dict(settings.options), owner, work), min(_START_S, settings.timeout_s)
         )
-        heard = time.monotonic()
+        heard, most = time.monotonic(), -1
         while stop is None or not stop.is_set():
             tick()
             if child.channel.poll(_BEAT_S):
+                message, before = _receive(child), heard
                 heard = time.monotonic()
-                match _receive(child):
+                match message:
                     case "done", result:
                         return cast(T, result)
                     case "failed", str(text), bool(final):
@@ -641,8 +658,10 @@ def call(
                     case "say", str(text):
                         say(text)
                     case "progress", int(done), int(total):
+                        heard = heard if done > most else before  # it also says that nothing has moved
+                        most = max(most, done)
                         progress(done, total)
-            elif time.monotonic() - heard > settings.timeout_s:
+            if time.monotonic() - heard > settings.timeout_s:
                 raise MirrorError(f"nothing moved for {settings.timeout_s:g} s")
         raise MirrorError("the run ended meanwhile", final=True)
 

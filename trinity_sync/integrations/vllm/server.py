@@ -21,6 +21,7 @@ import httpx
 from trinity_sync.actors.explorer_client import EngineDied
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.host.logs import story
+from trinity_sync.host.masking import shown
 from trinity_sync.host.origin import error_text
 from trinity_sync.integrations.vllm.control import OnUpdate, updating
 from trinity_sync.integrations.vllm.worker_link import WorkerAddress
@@ -219,7 +220,7 @@ class Server:
         except httpx.RequestError as error:
             return _reason(error)
         if answer.status_code == httpx.codes.NOT_FOUND:
-            raise ConfigError(f"explorer.url: {self._url} is not a vLLM server; it has no /health")
+            raise ConfigError(f"explorer.url: {shown(self._url)} is not a vLLM server; it has no /health")
         return None if answer.is_success else f"status {answer.status_code}"
 
     def _check_alive(self, what: str) -> None:
