@@ -17,7 +17,7 @@ from tests.e2e import test_agreement as agreement
 from tests.e2e import test_faults as faults
 from tests.e2e import test_free as free
 from tests.e2e import test_lora as lora
-from tests.e2e.runs import SMALL, Run, ends_of, initial_digest, start_in_one_program
+from tests.e2e.runs import LIMIT_S, SMALL, Run, ends_of, initial_digest, start_in_one_program
 from tests.pages import ROOT, missing, sessions
 from trinity_sync.checkpoint.export import export_checkpoint
 from trinity_sync.cli import main as cli
@@ -54,7 +54,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("short")
     begin = ["run", *SMALL, *SETTINGS]
     started = start_in_one_program([(folder / "uninterrupted", begin), (folder / "killed", begin)])
-    started.wait_for_file("checkpoints/global_step_10/manifest.json")
+    started.wait_for_file("checkpoints/global_step_10/manifest.json", 2 * LIMIT_S)
     os.killpg(started.process.pid, signal.SIGKILL)
     assert started.finish().code == -signal.SIGKILL
     assert Run(folder / "uninterrupted", 0, "").record["status"] == "completed"
