@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import gc
 import json
 import os
+import re
 import signal
 import sys
 from collections.abc import Iterator
@@ -32,16 +34,30 @@ sys.dont_write_bytecode = False
 takes longer than all imports.
 """
 
-_ROOM = "tests/integrations/real_engines"
-"""Its files share processes that take half a minute to start."""
+_ENGINES = "tests/integrations/real_engines"
+_ROOMS = {
+    _ENGINES: re.compile(rf"{_ENGINES}/"),
+    "ranks": re.compile(r"tests/backends/.*\bfrom tests\.backends\.engines import", re.DOTALL),
+    "Ray": re.compile(
+        r"tests/(?:actors|checkpoint|explorer|sync|trainer|vllm|test_)"
+        r".*\b(?:local_ray\.|(?:cluster|(?:make_)?(?:monitor|actor|agent|synchronizer)): )",
+        re.DOTALL,
+    ),
+}
+"""Files that share processes which take long to start, by what their path and text begin with and hold."""
 
 
 class _Scheduling(LoadFileScheduling):
-    """A file is for one worker, and so is the room."""
+    """A file is for one worker, and so are all files of a room."""
 
     def _split_scope(self, nodeid: str) -> str:
-        file: str = super()._split_scope(nodeid)
-        return _ROOM if file.startswith(_ROOM + "/") else file
+        return _room(super()._split_scope(nodeid))
+
+
+@functools.cache
+def _room(file: str) -> str:
+    text = file + (parts.ROOT / file).read_text()
+    return next((room for room, holds in _ROOMS.items() if holds.match(text)), file)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import parts
+from tests.conftest import _room
 
 NAMES = st.sampled_from([f"tests/test_{number}.py" for number in range(40)])
 SECONDS = st.floats(min_value=0, max_value=2000)
@@ -72,25 +74,50 @@ def test_what_was_measured_is_of_files_that_are_there() -> None:
     assert not gone, f"renamed or removed: follow in {parts.DURATIONS}"
 
 
-def collect(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "pytest", "-p", "no:xdist", "--collect-only", *arguments, "tests/protocol"]
-    return subprocess.run(command, cwd=parts.ROOT, capture_output=True, text=True)
+@pytest.mark.parametrize(
+    ("room", "files"),
+    [
+        ("Ray", ["actors/test_deaths.py", "checkpoint/test_monitor.py", "sync/test_kills.py", "vllm/test_server.py"]),
+        ("ranks", ["backends/test_fsdp.py", "backends/test_megatron.py"]),
+        ("tests/test_parts.py", ["test_parts.py"]),
+    ],
+)
+def test_files_that_share_processes_are_for_one_worker(room: str, files: list[str]) -> None:
+    assert {_room(f"tests/{file}") for file in files} == {room}
 
 
-def test_pytest_collects_every_test_in_one_part() -> None:
-    collected = [
-        [line for line in collect(*chosen).stdout.splitlines() if "::" in line]
-        for chosen in ((), ("--part", "1/2"), ("--part", "2/2"))
-    ]
-    assert all(collected)
-    assert sorted(collected[1] + collected[2]) == sorted(collected[0])
+COLLECTING = """
+import json, sys
+import pytest
+for arguments in json.loads(sys.argv[1]):
+    code = pytest.main(["-p", "no:xdist", "--collect-only", *arguments, "tests/protocol"])
+    print(f"ended with {int(code)}", flush=True)
+"""
 
 
-def test_pytest_refuses_what_names_no_part() -> None:
-    done = collect("--part", "5/4")
-    assert done.returncode == pytest.ExitCode.USAGE_ERROR
-    assert "PART=5/4 names no part" in done.stderr
-    assert "Traceback" not in done.stderr
+@pytest.fixture(scope="module")
+def collected() -> tuple[list[list[str]], str]:
+    """What pytest prints for no part, for both of two and for one that is none; and what it says of errors."""
+    chosen = [[], ["--part", "1/2"], ["--part", "2/2"], ["--part", "5/4"]]
+    command = [sys.executable, "-c", COLLECTING, json.dumps(chosen)]
+    done = subprocess.run(command, cwd=parts.ROOT, capture_output=True, text=True)
+    printed = re.split(r"(?<=^ended with \d\n)", done.stdout, flags=re.MULTILINE)
+    return [text.splitlines() for text in printed if text], done.stderr
+
+
+def test_pytest_collects_every_test_in_one_part(collected: tuple[list[list[str]], str]) -> None:
+    every, first, second = ([line for line in lines if "::" in line] for lines in collected[0][:3])
+    assert every
+    assert first
+    assert second
+    assert sorted(first + second) == sorted(every)
+
+
+def test_pytest_refuses_what_names_no_part(collected: tuple[list[list[str]], str]) -> None:
+    printed, errors = collected
+    assert printed[-1][-1] == f"ended with {int(pytest.ExitCode.USAGE_ERROR)}"
+    assert "PART=5/4 names no part" in errors
+    assert "Traceback" not in errors
 
 
 @pytest.mark.parametrize("text", ["5/4", "x"])

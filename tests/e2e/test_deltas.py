@@ -35,6 +35,11 @@ def assert_followed_by_deltas(run: Run) -> None:
     assert [event["encoding"] for event in published if event["version"]] == ["delta"] * (len(published) - 1)
     assert all(0 <= event["changed"] <= 1 and event["codec"] for event in published if event["version"])
     last = published[-1]
+    assert last["encode_s"] > 0
+    assert last["changed_ppm"]["0"] >= 0
+    by_deltas = [load for load in run.events("load") if "apply_s" in load]
+    assert by_deltas
+    assert all(0 < load["apply_s"] < load["total_s"] for load in by_deltas)
     moved = [load["bytes"] for load in run.events("load") if load["version"] == last["version"]]
     assert all(nbytes < last["bytes_full"] for nbytes in moved)
 

@@ -298,6 +298,60 @@ def test_deltas_say_their_codec_and_what_changed(tmp_path: Path) -> None:
     assert "memory, delta (class_gap, 0.7 % changed)" in text
 
 
+@pytest.fixture
+def by_deltas(tmp_path: Path) -> Path:
+    """Seven versions of 1 GB, of which a delta of 20 MB takes 0.6 s to encode and 0.2 s to apply."""
+    with synthetic.recording(tmp_path) as recorder:
+        recorder.event(synthetic.event("publish", **synthetic.publish(0, bytes_full=10**9)))
+        for version in range(1, 8):
+            shares = {"embeddings": 0, **{str(layer): 1000 * version + 500 * layer for layer in range(12)}, "<b>": 40}
+            made = {"codec": "class_gap", "changed": 0.007, "bytes_full": 10**9, "encode_s": 0.6, "changed_ppm": shares}
+            recorder.event(synthetic.event("publish", **synthetic.publish(version, **made)))
+            taken = synthetic.load(version, bytes=20_000_000, apply_s=0.2)
+            recorder.event(synthetic.event("load", **taken))
+    return tmp_path
+
+
+def test_the_layers_that_change_are_drawn_for_each_third_of_a_run(by_deltas: Path) -> None:
+    page = write_report(by_deltas)
+    written = page.read_text()
+    assert 'aria-label="Share of each layer&#x27;s elements that changed" data-x="layer"' in written
+    text = Page(page).text
+    assert "versions 1-2, embeddings 0, <b> 0.004" in text
+    assert "versions 3-4" in text
+    assert "versions 5-7" in text
+    assert 'data-values="0 0.15|1 0.2|2 0.25|' in written
+
+
+def test_the_page_tells_the_link_below_which_deltas_pay(by_deltas: Path) -> None:
+    words = "Deltas pay over a link of less than 1.23 GB/s: a delta has 20 MB instead of 1 GB, and takes 600 ms to"
+    assert words in Page(write_report(by_deltas)).text
+
+
+def test_the_json_of_a_run_has_its_layers_and_the_link_below_which_deltas_pay(by_deltas: Path) -> None:
+    found = json.loads(render_json(by_deltas))["deltas"]
+    assert found["pays_below"] == pytest.approx(0.98e9 / 0.8)
+    assert found["by_layer"]["5-7"]["11"] == pytest.approx(0.0115)
+
+
+@pytest.mark.parametrize("odd", [{"9" * 400: 5}, {"": 5}, {"others": 5}, {}])
+def test_a_page_is_made_whatever_the_layers(tmp_path: Path, odd: dict[str, int]) -> None:
+    with synthetic.recording(tmp_path) as recorder:
+        fields = synthetic.publish(1, codec="sparse", changed=0.5, encode_s=0.0, changed_ppm=odd)
+        recorder.event(synthetic.event("publish", **fields))
+    assert "delta (sparse" in Page(write_report(tmp_path)).text
+
+
+def test_deltas_of_an_earlier_release_have_neither_layers_nor_a_link(tmp_path: Path) -> None:
+    with synthetic.recording(tmp_path) as recorder:
+        recorder.event(synthetic.event("publish", **synthetic.publish(1, codec="sparse", changed=0.5)))
+        recorder.event(synthetic.event("load", **synthetic.load(1, bytes=5)))
+    text = Page(write_report(tmp_path)).text
+    assert "delta (sparse" in text
+    assert "by layer" not in text
+    assert "Deltas pay" not in text
+
+
 def test_totals_of_a_step_are_no_part_of_it(finished: Path) -> None:
     run = load(finished)
     assert isinstance(run, Run)

@@ -146,11 +146,12 @@ def test_an_explorer_follows_the_trainer_by_deltas(
     run = Run(trainer, tmp_path, codec)
     loader, here = run.explorer(dtype)
     run.publish()
-    assert_holds(loader, here, run)
+    assert assert_holds(loader, here, run).apply_s == 0
     for _ in range(FULL_EVERY + 1):
         run.publish()
         report = assert_holds(loader, here, run)
         assert report.fault is None
+        assert 0 < report.apply_s < report.total_s
         assert 0 < report.bytes_moved < (run.full_bytes / 2 if codec != "full" else run.full_bytes * 1.5)
 
 
@@ -171,6 +172,26 @@ def test_a_version_says_its_codec_what_it_changes_and_what_was_written(run: Run)
     assert second.codec
     assert 0.05 < (second.changed or 0) < 0.15
     assert second.nbytes == sum(path.stat().st_size for path in run.folder().glob("*.delta"))
+
+
+def test_a_version_says_what_it_changes_by_layer_over_all_ranks(run: Run) -> None:
+    run.publish()
+    before = dict(run.weights)
+    run.publish(share=0.1)
+    counts = {name: int((run.weights[name] != before[name]).sum()) for name in SHAPES}
+    layer = counts["layers.0.mlp.weight"] + counts["layers.0.norm.weight"]
+    assert run.sent[-1].changed_ppm == {
+        "embeddings": round(1e6 * counts["embed.weight"] / (300 * 64)),
+        "0": round(1e6 * layer / (64 * 101)),
+        "others": 1e6 * counts["scale"],
+    }
+
+
+def test_a_version_says_how_long_its_deltas_took(run: Run) -> None:
+    run.publish(2)
+    first, second = run.sent
+    assert first.encode_s is None
+    assert 0 < (second.encode_s or 0) < LIMIT
 
 
 def test_a_version_is_written_in_full_every_so_many_versions_and_by_each_new_publisher(run: Run) -> None:
@@ -472,7 +493,7 @@ def test_kept_deltas_that_cannot_be_used_cost_a_full_version_and_are_told(in_mem
     assert assert_holds(loader, here, in_memory).bytes_moved < in_memory.full_bytes / 2
 
 
-KEPT = EncodedDelta(Version(0, 1), [b"delta"], 1)
+KEPT = EncodedDelta(Version(0, 1), [b"delta"], {})
 
 
 def test_a_part_that_is_smaller_than_its_delta_has_one_nevertheless(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -487,7 +508,7 @@ def test_an_agent_keeps_the_newest_deltas_only(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr("ray.put", len)
     kept = KeptDeltas(16 * 2**20)
     for step in range(5):
-        kept.add(Version(0, step + 1), EncodedDelta(Version(0, step), [bytes(2**20 - 1)], 1))
+        kept.add(Version(0, step + 1), EncodedDelta(Version(0, step), [bytes(2**20 - 1)], {}))
     assert kept.chain(Version(0, 5), Version(0, 3)) is not None
     assert kept.chain(Version(0, 5), Version(0, 2)) is None
 
@@ -521,7 +542,7 @@ def test_copies_for_workers_follow_by_deltas_and_heal(trainer: PretendTrainer, t
     run = kind(trainer, tmp_path)
     copies = run._mode.copies(run.side())
     assert copies is not None
-    moved = []
+    moved, applied = [], []
     for damaged in (False, False, False, True, False):
         run.publish()
         lease = run.trainer.synchronizer.lease("explorer-0", None).result(LIMIT)
@@ -536,8 +557,10 @@ def test_copies_for_workers_follow_by_deltas_and_heal(trainer: PretendTrainer, t
             pieces = part.layout.pieces("shard")
             assert all(part.data[start:stop] == slot[start:stop] for start, stop in pieces)
         moved.append(copies.moved)
+        applied.append(copies.apply_s > 0)
     assert run.piece_bytes <= moved[0] == moved[3] <= run.full_bytes
     assert all(0 < nbytes < run.full_bytes / 2 for nbytes in (moved[1], moved[2], moved[4]))
+    assert applied == [False, True, True, False, True]
     paths = [Path(info.path) for info in here.parts.values()]
     assert all(path.exists() for path in paths)
     copies.close()

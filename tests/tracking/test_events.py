@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
 
 from tests.tracking.test_recorder import EXAMPLES
-from trinity_sync.tracking.events import EVENTS, CommitEvent, LoadEvent, OtherEvent, event_line, parse_event
+from trinity_sync.tracking.events import (
+    EVENTS,
+    CommitEvent,
+    LoadEvent,
+    OtherEvent,
+    PublishEvent,
+    event_line,
+    parse_event,
+)
 
 HEAD = {"time": 1.5, "attempt": 2}
 
@@ -59,6 +68,32 @@ def test_a_number_that_is_none_costs_only_itself(value: object) -> None:
     event = parse_event({"event": "load", **EXAMPLES["load"], "time": value, "paused_s": value})
     assert isinstance(event, LoadEvent)
     assert (event.time, event.paused_s, event.version) == (None, None, 1)
+
+
+def test_what_changed_by_layer_is_read_as_it_was_written() -> None:
+    shares = {"embeddings": 0, "0": 1_000_000, "others": 12}
+    event = parse_event({"event": "publish", **EXAMPLES["publish"], "changed_ppm": shares})
+    assert event_line(event)["changed_ppm"] == shares
+
+
+@pytest.mark.parametrize("value", [-1, 10**6 + 1, 10**400, 0.5, True, "5", None])
+def test_a_share_of_a_layer_that_is_none_costs_only_itself(value: object) -> None:
+    event = parse_event({"event": "publish", **EXAMPLES["publish"], "changed_ppm": {"0": 7, "1": value}})
+    assert event_line(event)["changed_ppm"] == {"0": 7}
+
+
+@pytest.mark.parametrize("value", ["soon", [1, 2], 5])
+def test_shares_that_have_no_layers_cost_only_themselves(value: object) -> None:
+    event = parse_event({"event": "publish", **EXAMPLES["publish"], "changed_ppm": value})
+    assert isinstance(event, PublishEvent)
+    assert event.changed_ppm is None
+
+
+def test_the_layers_of_a_large_model_take_about_a_kilobyte() -> None:
+    shares = {"embeddings": 1200, **{str(layer): 6900 + layer for layer in range(94)}, "head": 0, "others": 0}
+    given = {"event": "publish", **EXAMPLES["publish"]}
+    without, line = (json.dumps(event_line(parse_event(one))) for one in (given, {**given, "changed_ppm": shares}))
+    assert len(line) - len(without) < 1250
 
 
 def test_a_count_of_bytes_stays_whole() -> None:

@@ -89,6 +89,60 @@ def test_times_and_bytes_are_of_publishes_loads_and_commits() -> None:
     assert summary["checkpoint"]["total_s"]["median"] == 7.0
 
 
+def deltas(version: int, **other: Any) -> Any:
+    fields = {"bytes_full": 1_000, "encoding": "delta", "changed": 0.01, "encode_s": 0.5, "changed_ppm": {"0": 10_000}}
+    return event("publish", version=version, **{**fields, **other})
+
+
+def applied(version: int, nbytes: int = 20, apply_s: float = 0.2) -> Any:
+    return event("load", version=version, bytes=nbytes, apply_s=apply_s, total_s=9.0)
+
+
+def test_deltas_pay_below_the_rate_at_which_they_take_as_long_as_full_versions() -> None:
+    events = [deltas(1), deltas(2, encode_s=0.7), deltas(3, encode_s=0.6)]
+    loads = [applied(1), applied(2, 10, 0.1), applied(3, 30, 0.3)]
+    found = summarise([], [*events, *loads], "completed", 1.0)["deltas"]
+    assert found is not None
+    assert (found["bytes"], found["encode_s"], found["apply_s"]) == (20, 0.6, 0.2)
+    assert found["pays_below"] == pytest.approx((1_000 - 20) / 0.8)
+
+
+def test_loads_with_a_full_version_do_not_count_for_deltas() -> None:
+    events = [deltas(1), applied(1), applied(1, 1_020, 3.0), event("load", version=1, bytes=1_000)]
+    found = summarise([], events, "completed", 1.0)["deltas"]
+    assert found is not None
+    assert (found["bytes"], found["apply_s"]) == (20, 0.2)
+
+
+def test_a_run_with_full_versions_has_no_figures_of_deltas() -> None:
+    events = [event("publish", version=1, bytes_full=100), event("load", version=1, bytes=100)]
+    assert summarise([], events, "completed", 1.0)["deltas"] is None
+
+
+def test_deltas_of_an_earlier_release_have_no_times_and_no_layers() -> None:
+    events = [deltas(1, encode_s=None, changed_ppm=None), event("load", version=1, bytes=20)]
+    found = summarise([], events, "completed", 1.0)["deltas"]
+    assert found == {"bytes": None, "encode_s": None, "apply_s": None, "pays_below": None, "by_layer": {}}
+
+
+def test_changes_by_layer_are_means_over_the_thirds_of_a_run() -> None:
+    events = [deltas(version, changed_ppm={"0": 1000 * version, "others": 0}) for version in range(1, 8)]
+    found = summarise([], events, "completed", 1.0)["deltas"]
+    assert found is not None
+    assert found["by_layer"] == {
+        "1-2": {"0": 0.0015, "others": 0},
+        "3-4": {"0": 0.0035, "others": 0},
+        "5-7": {"0": 0.006, "others": 0},
+    }
+
+
+def test_a_version_that_is_published_again_counts_once_by_layer() -> None:
+    events = [deltas(1), deltas(2), deltas(2, changed_ppm={"0": 500})]
+    found = summarise([], events, "completed", 1.0)["deltas"]
+    assert found is not None
+    assert found["by_layer"] == {"1": {"0": 0.01}, "2": {"0": 0.0005}}
+
+
 def test_digests_are_those_published_else_those_committed() -> None:
     events = [
         event("publish", version=10, digest="a"),

@@ -54,8 +54,8 @@ class WrittenDelta(NamedTuple):
     start: Version  # that it leads from
     nbytes: int
     codec: str
-    changed: int  # of its elements
-    elements: int
+    changed: Mapping[str, int]  # of its elements, by `layer_group`
+    elements: Mapping[str, int]
 
 
 class SharedDelta(NamedTuple):

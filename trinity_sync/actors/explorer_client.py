@@ -64,6 +64,7 @@ class LoadReport:
     total_s: float  # from the call to the last check
     paused_s: float  # without a version, and so without generation
     peak_rss: int  # of its process, bytes
+    apply_s: float = 0.0  # that deltas took to apply
     began: float | None = None  # time of the call by the caller's clock, Unix seconds
     base: str | None = None  # digest of an adapter's base; None: the version is whole
     fault: str | None = None  # why the version was read a second time; None: it was read once

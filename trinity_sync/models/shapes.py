@@ -7,7 +7,6 @@ on the Hugging Face hub. transformers is imported where a model is made, in rank
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from math import prod
 from pathlib import Path
@@ -18,6 +17,7 @@ from trinity_sync.models.adapter_layers import adapter_layers
 from trinity_sync.models.families import made_class
 from trinity_sync.weights.lora import PREFIX, saved_name
 from trinity_sync.weights.saved_views import Saved
+from trinity_sync.weights.shards import layer_of
 
 if TYPE_CHECKING:
     import torch
@@ -37,7 +37,6 @@ class LoraShape(TypedDict):
 
 
 _PUBLISHED = Path(__file__).parent / "published"
-_LAYER = re.compile(r"\.(\d+)\.")
 
 
 def read_shapes(shapes: str) -> Mapping[str, object]:
@@ -152,8 +151,7 @@ def bytes_by_layers(saved: Mapping[str, Saved], layers: int = 0) -> list[int]:
     """Return the bytes in bf16 of a model cut to 0, 1, ... and all layers of its language model."""
     sizes: dict[int, int] = {}
     for name, (_, shape, *_) in saved.items():
-        found = _LAYER.search(name)
-        layer = int(found[1]) if found else -1
+        layer = layer_of(name)
         sizes[layer] = sizes.get(layer, 0) + 2 * prod(shape)
     sums = [sizes.get(-1, 0)]
     for layer in range(max(layers, max(sizes, default=-1) + 1)):

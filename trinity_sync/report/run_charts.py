@@ -18,6 +18,7 @@ from trinity_sync.tracking.summary import ABS_DIFF, ABS_DIFF_MAX, EXACT, K3_KL, 
 _MOST_PARTS = 7
 _WHOLE_STEP = ("timing/step", "timing/total")
 _KL = ("reference/k3_kl", "reference/kl", "actor/kl_loss", "actor/reward_kl_penalty")
+_LAYERS = set(map(str, range(1000)))
 _TRAINERS = 6
 """The colour of the trainer beside explorers."""
 
@@ -177,6 +178,34 @@ def changed(run: Run) -> Markup | None:
         x_label="version",
         y_format=metric_text,
         y_bounds=(0.0, None),
+    )
+
+
+def changed_layers(run: Run) -> Markup | None:
+    """Draw the share of each layer's elements that changed; None without deltas."""
+    deltas = run.summary["deltas"]
+    curves = []
+    for colour, (versions, shares) in enumerate(deltas["by_layer"].items() if deltas else ()):
+        points = sorted((float(layer), 100 * share) for layer, share in shares.items() if layer in _LAYERS)
+        others = [f"{group} {100 * share:.2g}" for group, share in shares.items() if group not in _LAYERS]
+        name = ", ".join([f"versions {versions}", *others])
+        curves.append(Series(name=name, points=points, colour=colour, dash=colour))
+    label, empty = "Share of each layer's elements that changed", "No tensor belongs to a layer."
+    bounds = (0.0, None)
+    chart = charts.line_chart(curves, label=label, x_label="layer", y_format=metric_text, y_bounds=bounds, empty=empty)
+    return chart if curves else None
+
+
+def break_even(run: Run) -> str | None:
+    """Tell the rate of a link below which deltas pay; None where it was not measured."""
+    found = run.summary["deltas"]
+    if found is None or (rate := found["pays_below"]) is None or rate <= 0:
+        return None
+    encode, apply = (units.seconds(found[name]) for name in ("encode_s", "apply_s"))
+    delta, full = units.size(found["bytes"]), units.size(run.summary["sync"]["bytes_full"])
+    return (
+        f"Deltas pay over a link of less than {units.size(rate)}/s: a delta has {delta} instead of {full}, and takes "
+        f"{encode} to encode and {apply} to apply (medians of this run on this machine)."
     )
 
 

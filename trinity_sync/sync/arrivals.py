@@ -6,7 +6,6 @@ checked while the engine generates, so damaged bytes never reach the model. Part
 from __future__ import annotations
 
 import heapq
-import re
 import secrets
 import tempfile
 from abc import ABC, abstractmethod
@@ -27,10 +26,9 @@ from trinity_sync.weights.apply import Receiver, check_bytes, in_buckets
 from trinity_sync.weights.digests import RowPlan
 from trinity_sync.weights.layout import PartLayout, Segment
 from trinity_sync.weights.packing import WholeTensors
+from trinity_sync.weights.shards import layer_of
 from trinity_sync.weights.slots import DEFAULT_ROOT, SlotArena, map_segment, remove_stale
 from trinity_sync.weights.tensors import to_torch
-
-_FIRST_NUMBER = re.compile(r"\.(\d+)\.")
 
 Shapes = Mapping[str, tuple[str, tuple[int, ...]]]
 """Hugging Face name -> (dtype as safetensors names it, shape)."""
@@ -51,13 +49,14 @@ class Arrived(NamedTuple):
     moved: int  # bytes of the version
     digests: Mapping[str, bytes]  # tensor -> 16 bytes, this worker's share; empty unless `sync.verify` is full
     reread: bool  # the update reads tensors from the leased parts again
+    apply_s: float = 0.0  # as of `LoadReport`
 
 
 class Arrivals(ABC):
     """Versions that arrive in one worker, one at a time. `shapes`: the tensors of a version, layer by layer."""
 
     def __init__(self, tensors: Shapes, layouts: LayoutCache) -> None:
-        self.shapes = {name: tensors[name] for name in sorted(tensors, key=_layer)}
+        self.shapes = {name: tensors[name] for name in sorted(tensors, key=layer_of)}
         self._layouts = layouts
         self._version: Version | None = None
         self._tensors: Mapping[str, torch.Tensor] = {}
@@ -106,12 +105,6 @@ class Arrivals(ABC):
     def _take(self, arrival: Arrival) -> Arrived: ...
 
 
-def _layer(name: str) -> int:
-    """Return the layer, that is the first number in the name; -1 without one."""
-    found = _FIRST_NUMBER.search(name)
-    return int(found[1]) if found else -1
-
-
 class Received(Arrivals):
     """Versions received into this worker's memory, which is reused."""
 
@@ -124,7 +117,8 @@ class Received(Arrivals):
     def _take(self, arrival: Arrival) -> Arrived:
         self._target.check(arrival.lease)
         taken = self._target.take(arrival.lease, arrival.broadcast, lambda: None)
-        return Arrived(taken.moved, self._target.digests() if self._verify == "full" else {}, reread=False)
+        digests = self._target.digests() if self._verify == "full" else {}
+        return Arrived(taken.moved, digests, reread=False, apply_s=taken.apply_s)
 
 
 # ---- mapped versions: of a tensor that lies in one part, the worker's slice is read there; a tensor that is split over

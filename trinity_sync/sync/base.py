@@ -156,6 +156,7 @@ class Bucket(NamedTuple):
     digest: bytes | None  # of the bytes; None where only the whole version is checked, or nothing
     cut: Cut = "bucket"  # the kind of pieces, see `PartLayout.pieces`
     moved: int | None = None  # bytes that travelled for it; None: all of its bytes
+    apply_s: float = 0.0  # that deltas took to apply
 
 
 FindDestination = Callable[[PartLayout, int, Cut], "torch.Tensor | None"]
@@ -230,6 +231,8 @@ class Published:
     nbytes: int
     codec: str | None = None
     changed: float | None = None  # share of the elements
+    changed_ppm: Mapping[str, int] | None = None  # by `layer_group`
+    encode_s: float | None = None  # seconds for its deltas
 
 
 class Publisher(Protocol):
@@ -343,10 +346,11 @@ class PartMaps(Protocol):
 
 class LocalCopies(Protocol):
     """Files of this node with the parts of the version that was localized last. `moved`: bytes that were read for it;
-    None: all of its bytes.
+    None: all of its bytes. `apply_s`: as of `LoadReport`.
     """
 
     moved: int | None
+    apply_s: float
 
     def localize(self, lease: Lease) -> Lease: ...
 

@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import contextlib
 import shutil
+import time
+from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import replace
@@ -77,6 +79,7 @@ class VersionDeltas:
         self._side = side
         self._how = codec, spans
         self._before: tuple[Version, int] | None = None  # the last version and its slot
+        self._encode_s = 0.0
 
     def encode(self, sealed: Sealed, folder: Path | None = None, *, durable: bool = False) -> list[WrittenDelta]:
         """Have the deltas to a version made, none to the first one: in files of a folder, or kept by the agents."""
@@ -84,7 +87,9 @@ class VersionDeltas:
             return []
         given = sealed.version, sealed.slot, *self._before, None if folder is None else str(folder), *self._how
         calls = [self._side.agents[node].encode_deltas(*given, fsync=durable) for node in nodes_of(sealed.parts)]
+        started = time.perf_counter()
         found = results(calls, self._side.timeout_s, f"make the deltas of version {sealed.version}")
+        self._encode_s = time.perf_counter() - started
         return [one for of_node in found for one in of_node]
 
     def commit(self, sealed: Sealed, location: str | None = None) -> None:
@@ -99,8 +104,13 @@ class VersionDeltas:
         if self._before is None:
             return Published(encoding="full", nbytes=nbytes)
         last = [one for one in written if one.start == self._before[0]]
-        changed = sum(one.changed for one in last) / max(1, sum(one.elements for one in last))
-        return Published(encoding="delta", nbytes=nbytes, codec=last[0].codec, changed=changed)
+        changed, elements = Counter[str](), Counter[str]()
+        for one in last:
+            changed.update(one.changed)
+            elements.update(one.elements)
+        ppm = {group: round(1e6 * changed[group] / count) for group, count in elements.items() if count}
+        share, codec, took = changed.total() / max(1, elements.total()), last[0].codec, self._encode_s
+        return Published(encoding="delta", nbytes=nbytes, codec=codec, changed=share, changed_ppm=ppm, encode_s=took)
 
     def publish(self, sealed: Sealed) -> Published:
         """Have the agents keep the deltas to a version, and commit it."""
@@ -333,7 +343,8 @@ class DeltaTransport:
         buffer = place.numpy() if place is not None and direct else self._buffer[: stop - start]
         if file is not None:
             file.read(start, buffer.data)
-        elif not direct:
+        started = time.perf_counter()
+        if file is None and not direct:
             assert isinstance(to, Places), "else the route begins with a full version"
             to.read(layout, number, "shard", buffer.data)
         bits = buffer.view(f"<u{itemsize(dtype)}")
@@ -341,7 +352,7 @@ class DeltaTransport:
             delta.apply(bits, change, dtype, bits)
         if checks and not changes and delta.digest(bits) != chain[-1].digests[number]:
             raise DeltaError(f"piece {number} of part {layout.part} is damaged: it differs from the published one")
-        return here if direct else here._replace(data=buffer.data)
+        return here._replace(data=None if direct else buffer.data, apply_s=time.perf_counter() - started)
 
 
 class DeltaCopies:
@@ -353,6 +364,7 @@ class DeltaCopies:
         self._segments: dict[str, SharedSegment] = {}
         self._mapped: dict[str, tuple[Path, memoryview]] = {}
         self.moved: int | None = None
+        self.apply_s = 0.0
 
     def localize(self, lease: Lease) -> Lease:
         """Take the version, and return the lease with its parts named by the copies."""
@@ -367,13 +379,14 @@ class DeltaCopies:
             if name not in self._mapped or self._mapped[name][0] != path:
                 self._mapped[name] = path, memoryview(arena.map(0, name))
             parts[name] = replace(info, node=self._side.node, path=str(path))
-        total = 0
-        for layout, number, data, digest, cut, moved in self._transport.buckets(lease, None, self):
+        total, self.apply_s = 0, 0.0
+        for layout, number, data, digest, cut, moved, apply_s in self._transport.buckets(lease, None, self):
             if data is not None:
                 check_bytes(f"{cut} {number} of part {layout.part}", memoryview(data), len(data), digest)
                 self._piece(layout, number, cut)[:] = data
             start, stop = layout.pieces(cut)[number]
             total += stop - start if moved is None else moved
+            self.apply_s += apply_s
         self.moved = total
         return replace(lease, parts=parts, location=None)
 

@@ -190,6 +190,7 @@ class PartCopies:
     """Parts of other nodes for workers that map them, each copied to a file of this node that each version replaces."""
 
     moved: int | None = None
+    apply_s = 0.0
 
     def __init__(self, side: ExplorerSide) -> None:
         self._side = side

@@ -51,26 +51,27 @@ class InPlace:
     def take(self, lease: Lease, broadcast: Broadcast | None, give_up: Callable[[], None]) -> LoadResult:
         """Overwrite the tensors, from the first piece on."""
         give_up()
-        moved = self._apply(lease, broadcast)
-        return LoadResult(moved, self._prove(lease) if self._verify == "full" else None)
+        moved, apply_s = self._apply(lease, broadcast)
+        return LoadResult(moved, self._prove(lease) if self._verify == "full" else None, apply_s=apply_s)
 
     def digests(self) -> dict[str, bytes]:
         """Return the 16-byte digest of each tensor as it was written last, with ``full``."""
         return {name: digest for name, _, _, digest in self._receiver.taken()}
 
-    def _apply(self, lease: Lease, broadcast: Broadcast | None) -> int:
-        moved = 0
+    def _apply(self, lease: Lease, broadcast: Broadcast | None) -> tuple[int, float]:
+        moved, took = 0, 0.0
         if self._verify == "full":
             self._receiver.begin()
         with closing(self._transport.buckets(lease, broadcast, self._receiver)) as buckets:
-            for layout, number, data, digest, cut, travelled in buckets:
+            for layout, number, data, digest, cut, travelled, apply_s in buckets:
                 if data is None:
                     self._receiver.received(layout, number, cut)
                 else:
                     self._receiver.take(layout, number, data, digest if self._verify != "off" else None, cut)
                 start, stop = layout.pieces(cut)[number]
                 moved += stop - start if travelled is None else travelled
-        return moved
+                took += apply_s
+        return moved, took
 
     def _prove(self, lease: Lease) -> str:
         digest = version_digest(self._receiver.taken())
@@ -88,6 +89,7 @@ class LoadResult(NamedTuple):
     moved: int  # bytes that were applied
     digest: str | None  # of the bytes that the target holds; None where `sync.verify` is not ``full``
     reread: bool = False  # the digest was computed from the leased bytes, read again
+    apply_s: float = 0.0  # as of `LoadReport`
 
     def proves(self, lease: Lease) -> bool:
         """Return whether the digest proves the leased version, even if the lease expired meanwhile."""
@@ -153,6 +155,7 @@ class WeightLoader:
             total_s=ended - started,
             paused_s=ended - self._paused,
             peak_rss=peak_rss(),
+            apply_s=taken.apply_s,
             fault=self._fault,
         )
 

@@ -50,7 +50,7 @@ class RowsEvent(Event):
 @dataclass(frozen=True, kw_only=True)
 class PublishEvent(Event):
     """A version is available; `sealed_s` until it was digested, `base` the digest of an adapter's base; of a delta its
-    `codec` and the share of elements that `changed`.
+    `codec`, the seconds to encode it, and the share of elements that `changed`, by layer in parts per million.
     """
 
     version: int
@@ -66,11 +66,13 @@ class PublishEvent(Event):
     base: str | None = None
     codec: str | None = None
     changed: float | None = None
+    changed_ppm: Mapping[str, int] | None = None
+    encode_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoadEvent(Event):
-    """An explorer holds a version; it generated nothing for `paused_s`. `began` in Unix seconds."""
+    """An explorer holds a version; it generated nothing for `paused_s`; deltas took `apply_s`. `began`: Unix time."""
 
     version: int
     explorer: str
@@ -80,6 +82,7 @@ class LoadEvent(Event):
     bytes: float | None = None
     began: float | None = None
     base: str | None = None
+    apply_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,6 +314,9 @@ _CONVERT: Mapping[object, Callable[[object], object]] = {
     "float | None": lambda value: None if units.finite(value) is None else value,
     "str | None": lambda value: value if isinstance(value, str) else None,
     "bool": lambda value: value is True,
+    "Mapping[str, int] | None": lambda value: (
+        {key: one for key, one in value.items() if _whole(one) in range(10**6 + 1)} if isinstance(value, dict) else None
+    ),
 }
 _CONVERTERS = {kind: {one.name: _CONVERT[one.type] for one in found} for kind, found in _FIELDS.items()}
 """Converts a value of a line by the type of its field; `MISSING`: required and not there."""

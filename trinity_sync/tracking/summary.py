@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import json
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import TypedDict
 
@@ -153,6 +155,7 @@ class Summary(TypedDict):
     faults: int
     shapes: ShapesFigures | None
     validation: ValidationFigures | None
+    deltas: DeltaFigures | None
 
 
 def summarise(
@@ -187,6 +190,7 @@ def summarise(
         "faults": sum(isinstance(event, FaultEvent) for event in events),
         "shapes": _shapes(metrics, events, sync),
         "validation": validation_figures(metrics),
+        "deltas": delta_figures(events),
     }
 
 
@@ -522,6 +526,57 @@ def put_to_steps(metrics: Sequence[Record]) -> list[Record]:
             places[step] = len(found)
             found.append(line)
     return found
+
+
+# Versions as deltas.
+
+
+class DeltaFigures(TypedDict):
+    """Medians over versions and over loads by deltas; None: not measured.
+
+    Args:
+        bytes: that such a load moved.
+        pays_below: bytes a second of the link at which deltas take as long as whole versions.
+        by_layer: for each third of the versions, such as ``1-20``: mean share of the elements that changed, by layer.
+    """
+
+    bytes: float | None
+    encode_s: float | None
+    apply_s: float | None
+    pays_below: float | None
+    by_layer: dict[str, dict[str, float]]
+
+
+def delta_figures(events: Sequence[Event]) -> DeltaFigures | None:
+    """Compute the figures of deltas; None without deltas. Loads that began with a full version do not count."""
+    made = {event.version: event for event in events if isinstance(event, PublishEvent) and event.changed is not None}
+    if not made:
+        return None
+    sizes = {version: event.bytes_full or 0.0 for version, event in made.items()}
+    applied = [event for event in events if isinstance(event, LoadEvent) and event.apply_s is not None]
+    loads = [event for event in applied if (event.bytes or 0.0) < sizes.get(event.version, 0.0)]
+    full, moved = spread(sizes.values())["median"], spread(event.bytes for event in loads)["median"]
+    encode = spread(event.encode_s for event in made.values())["median"]
+    apply = spread(event.apply_s for event in loads)["median"]
+    pays = None
+    if full is not None and moved is not None and encode is not None and apply:
+        pays = (full - moved) / (encode + apply)
+    by_layer: dict[str, dict[str, float]] = {}
+    known = [made[version] for version in sorted(made) if made[version].changed_ppm]
+    for begin, end in pairwise(len(known) * third // 3 for third in range(4)):
+        if begin < end:
+            total = Counter[str]()
+            for event in known[begin:end]:
+                total.update(event.changed_ppm or {})
+            versions = "-".join(dict.fromkeys(str(known[at].version) for at in (begin, end - 1)))
+            by_layer[versions] = {layer: round(ppm / (end - begin)) / 1e6 for layer, ppm in total.items()}
+    return {
+        "bytes": moved,
+        "encode_s": encode,
+        "apply_s": apply,
+        "pays_below": pays,
+        "by_layer": by_layer,
+    }
 
 
 # After the end of a run; while it runs, only the driver writes its files.

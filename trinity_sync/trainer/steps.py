@@ -289,6 +289,8 @@ class Steps:
                 base=self.settings.base,
                 codec=sent.codec,
                 changed=sent.changed,
+                changed_ppm=sent.changed_ppm,
+                encode_s=sent.encode_s,
             )
         )
 
@@ -312,6 +314,7 @@ def record_load(log: Log, report: LoadReport) -> None:
             bytes=report.bytes_moved,
             began=report.began,
             base=report.base,
+            apply_s=report.apply_s or None,
         )
     )
     if report.fault is not None:

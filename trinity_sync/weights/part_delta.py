@@ -13,7 +13,8 @@ import itertools
 import json
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor, wait
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -25,7 +26,7 @@ from trinity_sync.host.durable import replace_file
 from trinity_sync.weights import delta, native
 from trinity_sync.weights.delta import DeltaError, Part, WrongBaseError
 from trinity_sync.weights.layout import PartLayout, Segment
-from trinity_sync.weights.shards import itemsize
+from trinity_sync.weights.shards import itemsize, layer_of
 
 if TYPE_CHECKING:
     from trinity_sync.weights.delta_gaps import Elements, Places
@@ -53,7 +54,7 @@ class EncodedDelta(NamedTuple):
 
     start: Point
     parts: list[Part]  # to be written one after another, before the newest segment changes
-    changed: int  # elements; of a span those that changed at some version in it
+    changed: Mapping[str, int]  # elements by `layer_group`; of a span those that changed at some version in it
 
 
 class _PieceDelta(NamedTuple):
@@ -109,10 +110,11 @@ class PartEncoder:
         self._digests: list[bytes] = []
         self._count, self._most = 0, _MOST_LOGGED * layout.nbytes
         self._spans: dict[int, _Span] = {}
-
-    @property
-    def elements(self) -> int:
-        return sum((stop - start) // itemsize(dtype) for start, stop, dtype in self._layout.by_shard)
+        self.elements = Counter[str]()  # of the part, by `layer_group`
+        self._groups: list[str] = []  # of the pieces
+        for name, _, numel, start, end in layout.table:
+            self.elements[layer_group(name)] += numel
+            self._groups += [layer_group(name)] * len(range(start, end, layout.bucket_bytes))
 
     def encode(
         self, base: Point, version: Point, segments: tuple[Segment, Segment], pool: Executor
@@ -168,7 +170,19 @@ class PartEncoder:
         for part in body:
             hasher.update(part)
         head = _HEAD.pack(_MAGIC, hasher.digest(), layout, *start, *version)
-        return EncodedDelta(start, [head, *body], sum(piece.changed for piece in pieces))
+        changed = Counter[str]()
+        for group, piece in zip(self._groups, pieces, strict=True):
+            changed[group] += piece.changed
+        return EncodedDelta(start, [head, *body], changed)
+
+
+def layer_group(name: str) -> str:
+    """Return the group in which the changes of a tensor are counted: the number of its layer; of a tensor without one
+    ``embeddings``, ``head``, or ``others``, such as the last norm.
+    """
+    if (layer := layer_of(name)) >= 0:
+        return str(layer)
+    return "embeddings" if "emb" in name else "head" if "head" in name else "others"
 
 
 class PartDelta:

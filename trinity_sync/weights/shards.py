@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import heapq
+import re
 from bisect import bisect_left, insort
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from trinity_sync.errors import RunError
 
 _SHOWN = 20
 _FEW = 4
+_LAYER = re.compile(r"\.(\d{1,3})\.")
 
 
 Described = tuple[str, str, Sequence[int]]
@@ -270,3 +272,9 @@ def is_floating(name: str) -> bool:
     """Return whether a dtype is a floating one, and so is cast to the wire dtype; a ValueError for an unknown name."""
     itemsize(name)
     return name.startswith(("F", "BF"))
+
+
+def layer_of(name: str) -> int:
+    """Return the layer of a tensor, that is the first number below 1,000 in its name; -1 without one."""
+    found = _LAYER.search(name)
+    return int(found[1]) if found else -1

@@ -206,7 +206,8 @@ class WorkerTarget(EngineTarget):
         # a slot holds the version only during the lease; a file does not change
         moved = arrived[0].moved if self._copies.moved is None else self._copies.moved
         in_slot = lease.location is None and self._copies.moved is None
-        return LoadResult(moved, digest, reread=arrived[0].reread and in_slot)
+        apply_s = arrived[0].apply_s + self._copies.apply_s  # one of them
+        return LoadResult(moved, digest, arrived[0].reread and in_slot, apply_s)
 
     def _prove(self, lease: Lease, layouts: Sequence[PartLayout], arrived: Sequence[Arrived]) -> str:
         """Return the version digest from all workers' tensors.
