@@ -38,6 +38,8 @@ SETTINGS = (
     "trainer.lr_scheduler=cosine",
     "seed=7",
 )
+ROOMY = "cluster.num_cpus=8"
+"""As many as any of the runs needs, so that the next one takes the Ray of the one before."""
 BEGUN = {
     "adapter": lora.SHORT,
     "free": (*free.FREE, "backend=fsdp", "sync=memory", "trainer.steps=12", "checkpoint.interval=5"),
@@ -52,7 +54,7 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     Step 15 waits for the save of step 10.
     """
     folder = tmp_path_factory.mktemp("short")
-    begin = ["run", *SMALL, *SETTINGS]
+    begin = ["run", *SMALL, *SETTINGS, ROOMY]
     started = start_in_one_program([(folder / "uninterrupted", begin), (folder / "killed", begin)])
     started.wait_for_file("checkpoints/global_step_10/manifest.json", 2 * LIMIT_S)
     os.killpg(started.process.pid, signal.SIGKILL)
@@ -67,7 +69,7 @@ def ended(killed: Path) -> tuple[dict[str, Run], int, Path]:
     agreement.put_lost_rope(killed)
     again = ["resume", str(killed / "killed")]
     commands = {"resumed": (killed / "killed", again), "completed": (killed / "killed", again)}
-    commands |= {name: (killed / name, ["run", *SMALL, *chosen]) for name, chosen in BEGUN.items()}
+    commands |= {name: (killed / name, ["run", *SMALL, *chosen, ROOMY]) for name, chosen in BEGUN.items()}
     started = start_in_one_program([*commands.values()])
     ray_folder = faults.interrupt(started)
     runs = ends_of(started, [*commands.values()])
