@@ -181,9 +181,13 @@ def _call(program: str, words: list[str]) -> int:
     if elsewhere:  # where jobs would be real: its settings are composed, and the jobs begin here
         config.compose(elsewhere, hydra=True)
         words = [word for word in words if word not in elsewhere]
-    if program == "trinity-sync" and (words[0] == "weights" or words[:2] in (["ckpt", "export"], ["ckpt", "diff"])):
+    if program == "trinity-sync" and (
+        words[0] in ("weights", "follow") or words[:2] in (["ckpt", "export"], ["ckpt", "diff"])
+    ):
         options = vars(cli._parse(words))
-        assert all(path.exists() for name, path in options.items() if isinstance(path, Path) and name != "output")
+        assert all(
+            path.exists() for name, path in options.items() if isinstance(path, Path) and name not in ("output", "into")
+        )
         return 0
     if program == "trinity-sync":
         return cli.main(words)

@@ -735,7 +735,7 @@ def test_the_checkpoints_of_another_run_are_not_taken_over_unasked(
     assert cli.main(["resume", "moved"]) == 0
 
 
-BEGUN = {"checkpoint.resume_from": None}
+BEGUN = {"checkpoint.resume_from": None, "sync.store": None}
 
 
 def test_a_resume_uses_the_places_that_were_recorded(

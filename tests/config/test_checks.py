@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -168,6 +169,27 @@ def test_all_fields_of_verls_engine_configs_are_known() -> None:
 def test_the_options_of_a_mirror_do_not_choose_another_place() -> None:
     message = refused("checkpoint.mirror=/mnt/far", "checkpoint.mirror_options.protocol=memory")
     assert message.startswith("checkpoint.mirror_options.protocol would take the place of")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "right"),
+    [
+        (["sync=memory"], "sync.store is for sync=checkpoint"),
+        (["sync=checkpoint", "sync.store=s4://bucket/runs"], "sync.store is s4://bucket/runs, but fsspec knows no s4"),
+        (["sync=checkpoint", "sync.store=memory://runs"], "sync.store is memory://runs, which ends with the process"),
+        (["sync=checkpoint", "sync.verify=bucket"], "sync.verify is bucket; followers compare digests"),
+        (["sync=checkpoint", "checkpoint.mirror=/mnt/versions/"], "sync.store is the place of checkpoint.mirror"),
+        (["sync=checkpoint", "algorithm=sft", "task=conversations"], "this algorithm has no explorers"),
+    ],
+)
+def test_a_store_that_followers_could_not_use_is_refused(overrides: list[str], right: str) -> None:
+    assert right in refused("sync.store=/mnt/versions", *overrides)
+
+
+def test_a_store_whose_client_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "s3fs", None)
+    message = refused("sync=checkpoint", "sync.store=s3://bucket/runs")
+    assert message.startswith("sync.store is s3://bucket/runs, but the package that speaks s3:// is not installed")
 
 
 def test_all_problems_are_listed_at_once() -> None:

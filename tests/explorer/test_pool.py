@@ -276,6 +276,7 @@ def test_each_explorer_joins_by_itself_takes_the_newest_version_and_is_replaced_
 ) -> None:
     pool = pools.make(replicas=2, max_restarts=2, free=True)
     pool.join("explorer-1")
+    assert pool.places() == {"explorer-1": "node"}
     work = [(3, PROMPTS[:2]), (4, PROMPTS[2:3])]
     before = time.time()
     produced = pool.produce("explorer-1", work, 1)
@@ -302,6 +303,7 @@ def test_each_explorer_joins_by_itself_takes_the_newest_version_and_is_replaced_
     assert list(again.batch) == list(produced.batch)
     assert [where for where, _ in pools.faults] == ["explorer-0", "explorer-0"]
     assert not pool.replace("explorer-1", death.value)
+    assert pool.places().keys() == {"explorer-0"}
     assert len(pools.faults) == 2
     with pytest.raises(MemberDied):  # nothing is left of it
         pool.produce("explorer-1", work, 1)

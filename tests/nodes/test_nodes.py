@@ -101,11 +101,17 @@ def _object_store_bytes(node: dict[str, Any]) -> int:
 
 
 @pytest.mark.all
+@pytest.mark.parametrize("encoding", ["full", "auto"])
 @pytest.mark.parametrize("mode", ["memory", "checkpoint", "nccl"])
-def test_a_run_whose_trainer_and_explorer_are_on_different_nodes(nodes: Cluster, tmp_path: Path, mode: str) -> None:
+def test_a_run_whose_trainer_and_explorer_are_on_different_nodes(
+    nodes: Cluster, tmp_path: Path, mode: str, encoding: str
+) -> None:
     # Two ranks need all of a node, so wherever the explorer starts, they are on the other one.
-    run = launch(tmp_path / "run", "cluster=existing", f"cluster.address={nodes.address}", f"sync={mode}")
+    chosen = [f"sync={mode}", f"sync.encoding={encoding}", "trainer.lr=1e-6"]
+    run = launch(tmp_path / "run", "cluster=existing", f"cluster.address={nodes.address}", *chosen)
     assert run.code == 0, run.output
+    sent = {event["version"]: event["encoding"] for event in run.events("publish")}
+    assert sent == {0: "full"} | dict.fromkeys((1, 2, 3), "full" if encoding == "full" else "delta")
     loads = run.events("load")
     assert [load["version"] for load in loads] == [0, 1, 2, 3]
     assert all(load["digest"] == run.digests[load["version"]] for load in loads)

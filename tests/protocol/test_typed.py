@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from trinity_sync.protocol.typed import mistyped
+from trinity_sync.protocol.choices import mistyped
 
 if TYPE_CHECKING:
     from somewhere import Nothing

@@ -24,7 +24,7 @@ from trinity_sync.protocol.parts import version_folder
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync import Synchronizer
 from trinity_sync.sync.base import ExplorerSide, LayoutCache, Published
-from trinity_sync.sync.checkpoint import CheckpointMode, DeltaPublisher
+from trinity_sync.sync.checkpoint import CheckpointMode
 from trinity_sync.sync.deltas import DeltaTransport, KeptDeltas
 from trinity_sync.sync.memory import MemoryMode
 from trinity_sync.sync.weight_loader import WeightLoader
@@ -43,22 +43,28 @@ FULL_EVERY = 6
 
 
 class Run:
-    """A trainer that publishes deltas to a folder, and its explorers."""
+    """A trainer that publishes deltas to a folder, and its explorers. `nodes`: see `automatic`."""
 
-    def __init__(self, trainer: PretendTrainer, root: Path, codec: str = "auto") -> None:
+    nodes: dict[str, str]
+
+    def __init__(
+        self, trainer: PretendTrainer, root: Path, codec: str = "auto", encoding: str = "delta", **sides: Any
+    ) -> None:
         self.trainer, self.root, self.deltas = trainer, root, root / ".deltas"
         self.weights = random_weights(1, SHAPES)
         self.published: list[Version] = []
         self.sent: list[Published] = []
-        self._mode = CheckpointMode(
-            durable=False, encoding="delta", delta=SimpleNamespace(full_every=FULL_EVERY, codec=codec)
-        )
+        keys = SimpleNamespace(full_every=FULL_EVERY, codec=codec)
+        self._sides = sides
+        self._mode = self.make_mode(encoding, keys)
         self.restart()
 
+    def make_mode(self, encoding: str, keys: SimpleNamespace) -> CheckpointMode | MemoryMode:
+        return CheckpointMode(durable=False, encoding=encoding, delta=keys)
+
     def restart(self) -> None:
-        side = side_of(self.trainer)
-        store = FolderStore(self.root)
-        self.publisher = DeltaPublisher(side, store, False, self.deltas, self._mode._delta)
+        places = {"store": FolderStore(self.root), "deltas": self.deltas}
+        self.publisher = self._mode.publisher(side_of(self.trainer, **places | self._sides))
 
     def publish(self, count: int = 1, share: float = 0.02) -> Sealed:
         """Publish versions, each with a share of new elements; return the last."""
@@ -78,12 +84,14 @@ class Run:
         given = {"name": "explorer-0", "node": node_id(), "agents": agents, "layouts": layouts, "timeout_s": LIMIT}
         return ExplorerSide(**given | changes)
 
-    def explorer(self, dtype: torch.dtype = torch.bfloat16, **settings: Any) -> tuple[WeightLoader, Weights]:
+    def explorer(
+        self, dtype: torch.dtype = torch.bfloat16, node: str | None = None, **settings: Any
+    ) -> tuple[WeightLoader, Weights]:
         here = {
             name: tensor.to(dtype) if tensor.is_floating_point() else tensor
             for name, tensor in empty(self.weights).items()
         }
-        transport = self._mode.transport(self.side())
+        transport = self._mode.transport(self.side(node=node or node_id()))
         assert isinstance(transport, DeltaTransport)
         return make_loader(self.trainer, here, transport=transport, **settings), here
 
@@ -382,6 +390,7 @@ def test_buckets_are_checked_where_versions_have_no_digest(
     if harmed:
         here["embed.weight"][3] += 1
     assert (assert_holds(loader, here, run).fault is not None) == harmed
+    assert assert_holds(loader, here, run).fault is None  # the same version again, as for a validation
 
 
 def test_the_folder_of_the_full_version_is_kept_while_it_is_read(run: Run) -> None:
@@ -405,10 +414,8 @@ def test_the_folder_of_the_full_version_is_kept_while_it_is_read(run: Run) -> No
 class MemoryRun(Run):
     """A trainer whose agents keep the deltas."""
 
-    def __init__(self, trainer: PretendTrainer, root: Path, codec: str = "auto") -> None:
-        super().__init__(trainer, root)
-        self._mode = MemoryMode(encoding="delta", delta=SimpleNamespace(codec=codec))
-        self.publisher = self._mode.publisher(side_of(trainer))
+    def make_mode(self, encoding: str, keys: SimpleNamespace) -> MemoryMode:
+        return MemoryMode(encoding=encoding, delta=keys)
 
     def route(self, held: Version | None) -> Route | None:
         [agent] = self.trainer.agents.values()
@@ -532,6 +539,82 @@ def test_parts_of_two_nodes_are_followed(
     loader.load(None)
     run.publish()
     assert assert_holds(loader, here, run).bytes_moved < run.full_bytes / 2
+
+
+# ---- deltas to other nodes only
+
+
+@pytest.fixture(params=[Run, MemoryRun], ids=["files", "memory"])
+def automatic(request: pytest.FixtureRequest, trainer: PretendTrainer, tmp_path: Path) -> Run:
+    """Explorers are added to its `nodes`."""
+    nodes: dict[str, str] = {}
+    run: Run = request.param(trainer, tmp_path, encoding="auto", explorer_nodes=lambda: nodes)
+    run.nodes = nodes
+    return run
+
+
+def encodings(run: Run) -> list[str]:
+    return [sent.encoding for sent in run.sent]
+
+
+def test_versions_stay_whole_while_no_explorer_is_elsewhere(automatic: Run) -> None:
+    automatic.nodes["explorer-0"] = node_id()
+    loader, here = automatic.explorer()
+    for _ in range(3):
+        automatic.publish()
+        report = assert_holds(loader, here, automatic)
+        assert report.bytes_moved >= automatic.piece_bytes
+        assert report.fault is None
+    assert encodings(automatic) == ["full"] * 3
+    assert {sent.codec for sent in automatic.sent} == {None}
+
+
+def test_deltas_begin_once_an_explorer_is_elsewhere_and_end_with_it(automatic: Run) -> None:
+    loader, here = automatic.explorer(node="far-away")
+    automatic.publish()
+    loader.load(None)
+    automatic.nodes["explorer-0"] = "far-away"
+    for _ in range(2):
+        automatic.publish()
+        report = assert_holds(loader, here, automatic)
+        assert report.bytes_moved < automatic.full_bytes / 2
+        assert report.fault is None
+    automatic.nodes["explorer-0"] = node_id()
+    automatic.publish()
+    assert assert_holds(loader, here, automatic).bytes_moved >= automatic.piece_bytes
+    [agent] = automatic.trainer.agents.values()
+    assert agent.share_deltas(*automatic.published[-2:-4:-1]).result(LIMIT) == {}
+    assert encodings(automatic) == ["full", "delta", "delta", "full"]
+
+
+def test_followers_of_a_store_are_elsewhere(trainer: PretendTrainer, tmp_path: Path) -> None:
+    run = Run(trainer, tmp_path, encoding="auto", versions=Mock())
+    run.publish(2)
+    assert encodings(run) == ["full", "delta"]
+
+
+def test_an_explorer_beside_the_trainer_reads_the_slot_while_another_one_takes_deltas(
+    trainer: PretendTrainer, tmp_path: Path
+) -> None:
+    run = MemoryRun(trainer, tmp_path, encoding="auto", explorer_nodes=lambda: {"near": node_id(), "far": "far-away"})
+    near, far = run.explorer(), run.explorer(node="far-away")
+    run.publish()
+    near[0].load(None)
+    far[0].load(None)
+    run.publish()
+    assert assert_holds(*near, run).bytes_moved == run.full_bytes
+    assert assert_holds(*far, run).bytes_moved < run.full_bytes / 2
+
+
+def test_workers_beside_the_trainer_map_the_slot_itself(trainer: PretendTrainer, tmp_path: Path) -> None:
+    run = MemoryRun(trainer, tmp_path, encoding="auto")
+    copies = run._mode.copies(run.side())
+    assert copies is not None
+    run.publish()
+    lease = trainer.synchronizer.lease("explorer-0", None).result(LIMIT)
+    assert copies.localize(lease) is lease
+    assert copies.moved is None
+    trainer.synchronizer.release(lease.id).result(LIMIT)
 
 
 # ---- explorers whose engine cannot give weights back

@@ -61,8 +61,9 @@ def store(tmp_path: Path) -> FolderStore:
     return FolderStore(tmp_path)
 
 
-def side_of(trainer: PretendTrainer) -> TrainerSide:
-    return TrainerSide(synchronizer=trainer.synchronizer, agents=trainer.agents, ranks=[], timeout_s=LIMIT)
+def side_of(trainer: PretendTrainer, **changes: Any) -> TrainerSide:
+    given = {"synchronizer": trainer.synchronizer, "agents": trainer.agents, "ranks": [], "timeout_s": LIMIT}
+    return TrainerSide(**given | changes)
 
 
 def assert_all_leases_have_ended(trainer: PretendTrainer) -> None:

@@ -203,9 +203,11 @@ class Following:
         self._ranks = ranks
         self.publisher = self.publisher_of(LIMIT)
 
-    def publisher_of(self, timeout_s: float, codec: str = "auto") -> NcclPublisher:
+    def publisher_of(self, timeout_s: float, codec: str = "auto", **nodes: str) -> NcclPublisher:
+        """`nodes`: of explorers; deltas are for those elsewhere then."""
         given = {"synchronizer": self.trainer.synchronizer, "agents": self.trainer.agents, "ranks": self._ranks}
-        return NcclPublisher(TrainerSide(**given, timeout_s=timeout_s), "gloo", SimpleNamespace(codec=codec))
+        side = TrainerSide(**given, timeout_s=timeout_s, explorer_nodes=lambda: nodes)
+        return NcclPublisher(side, "gloo", SimpleNamespace(codec=codec), always=not nodes)
 
     def publish(self, share: float = 0.01) -> Sealed:
         """Publish a version with a share of new elements."""
@@ -241,6 +243,18 @@ def test_explorers_that_hold_different_versions_get_deltas_of_their_own(followin
     following.deliver(following.publish())
     following.deliver(following.publish(), "explorer-0")
     assert [following.is_delta(report) for report in following.deliver(following.publish())] == [True, True]
+
+
+@pytest.mark.parametrize("beside", ["both", "one"])
+def test_explorers_beside_the_trainer_get_whole_versions_where_deltas_are_for_others(
+    following: Following, beside: str
+) -> None:
+    here = {info.node for info in following.publish().parts.values()}.pop()
+    places = {"explorer-0": here, "explorer-1": here if beside == "both" else "far-away"}
+    following.publisher = following.publisher_of(LIMIT, **places)
+    following.deliver(following.publish())
+    reports = {report.explorer: following.is_delta(report) for report in following.deliver(following.publish())}
+    assert reports == {"explorer-0": False, "explorer-1": beside == "one"}
 
 
 def test_a_version_whose_deltas_are_larger_is_broadcast_in_full(following: Following) -> None:

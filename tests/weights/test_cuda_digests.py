@@ -9,6 +9,7 @@ import importlib
 import os
 import sys
 from types import ModuleType
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -45,8 +46,9 @@ def test_rows_have_the_digests_that_the_cpu_gives_them(digests: ModuleType, row_
         torch.randn(160, 5).t(),
         torch.randn(1601)[1:].view(10, 160).bfloat16(),
         torch.randn(803).bfloat16()[3:].view(5, 160),
+        torch.randn(3, 125).bfloat16()[:1, :124],
     ],
-    ids=["plain", "experts", "turned", "cast", "odd address"],
+    ids=["plain", "experts", "turned", "cast", "odd address", "one row of odd stride"],
 )
 def test_a_cast_a_view_and_an_odd_address_change_nothing(digests: ModuleType, matrix: torch.Tensor) -> None:
     on_device = matrix.to(DEVICE) if DEVICE == "cuda" else matrix
@@ -79,3 +81,13 @@ def test_a_gpu_without_triton_has_its_rows_copied(
     assert tensors._gpu_digests() is None
     assert "digests are not computed on the GPU" in caplog.text
     tensors._gpu_digests.cache_clear()
+
+
+def test_a_kernel_that_fails_later_has_its_rows_copied(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broken = Mock(takes=lambda row_bytes: True, row_digests=Mock(side_effect=RuntimeError("out of disk")))
+    monkeypatch.setattr(tensors, "_gpu_digests", lambda: broken)
+    for _ in range(2):
+        assert tensors._digests_on_gpu(torch.zeros(2, 160), "BF16", 320) is None
+    assert caplog.text.count("RuntimeError: out of disk") == 1

@@ -89,6 +89,7 @@ class AgentClient(RayClient):
     write = RemoteMethod(NodeAgent.write, "write slot {0} into {1}")
 
     encode_deltas = RemoteMethod(NodeAgent.encode_deltas, "make the deltas of version {0}")
+    forget_deltas = RemoteMethod(NodeAgent.forget_deltas, "free what it keeps for deltas")
     share_deltas = RemoteMethod(NodeAgent.share_deltas, "hand out the deltas of version {0}")
 
     save_published = RemoteMethod(NodeAgent.save_published, "write the explorers' version of step {0}")

@@ -119,6 +119,11 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
         from trinity_sync.cli import weights_commands
 
         weights_commands.add_weights(weights)
+    follow = commands.add_parser("follow", help="keep a folder, and an engine, at the newest version of a run's store")
+    if chosen == "follow":
+        from trinity_sync.cli import weights_commands
+
+        weights_commands.add_follow(follow)
     ckpt = commands.add_parser("ckpt", help="list, inspect, verify, export, compare, prune and pin checkpoints")
     if chosen == "ckpt":
         # its commands import more than the others

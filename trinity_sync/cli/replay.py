@@ -32,7 +32,7 @@ from trinity_sync.reproduction.bundle import read_bundle
 from trinity_sync.reproduction.outcome import Outcome, read_outcome
 from trinity_sync.tracking.run_record import RunFolderInUse, RunJson, lock_owner, read_record
 
-_WRITTEN_TO = ("checkpoint.dir", "checkpoint.mirror", "sync.shm_dir", "cluster.")
+_WRITTEN_TO = ("checkpoint.dir", "checkpoint.mirror", "sync.shm_dir", "sync.store", "cluster.")
 _BEGAN_WITH = "checkpoint.resume_from"
 _RUNS_HERE = ("outputs/*/*/run.json", "multirun/*/*/*/run.json")
 

@@ -1,4 +1,4 @@
-"""`trinity-sync weights`, `ckpt export` and `ckpt diff`. torch is imported when one of them runs."""
+"""`trinity-sync weights`, `follow`, `ckpt export` and `ckpt diff`. torch is imported when one of them runs."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import json
 import re
 import signal
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from trinity_sync.checkpoint.folder import leases
 from trinity_sync.checkpoint.folder.catalog import history, scan
@@ -19,8 +21,9 @@ from trinity_sync.checkpoint.folder.contents import DELTAS, step_of
 from trinity_sync.checkpoint.folder.leases import check_free, find_config
 from trinity_sync.cli.checkpoints import PATH_HELP, add_step, find, given_step, newest, of_step
 from trinity_sync.cli.tables import print_json, print_table
-from trinity_sync.errors import ConfigError
+from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.host.interrupts import handling
+from trinity_sync.host.masking import shown
 from trinity_sync.protocol.parts import version_folder
 from trinity_sync.tracking import units
 from trinity_sync.tracking.units import progress_bar
@@ -48,6 +51,17 @@ _DIFF = """\
 Compare the weights of two checkpoints bit by bit. A and B: a step folder, a run (its newest checkpoint) or a Hugging
 Face folder. A line per tensor that differs: elements changed, the largest and the mean absolute difference, and the
 difference relative to A (sum of absolute differences over sum of absolute values)."""
+
+_FOLLOW = """\
+Keep DIR/current, a link to a complete Hugging Face folder, at the newest version of a run with sync.store=URL. No Ray
+and no running trainer are needed. Deltas are taken where they have fewer bytes than the whole version; everything is
+checked by its digest before the link moves. The command may be killed at any moment and started again."""
+
+_FOLLOW_CODES = (
+    "exit codes: 0 with --once: DIR has the newest version; 1 it has not; 2 a wrong command line; 130 interrupted"
+)
+_LOAD_S = 600.0
+"""Timeout of an engine's load, seconds."""
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -85,6 +99,24 @@ def add_weights(weights: argparse.ArgumentParser) -> None:
     )
     _add_options(weights, "as-saved", "the bits of the version")
     weights.set_defaults(command=_export)
+
+
+def add_follow(follow: argparse.ArgumentParser) -> None:
+    """Add the arguments to the parser of `trinity-sync follow`."""
+    follow.description, follow.epilog = _FOLLOW, _FOLLOW_CODES
+    follow.add_argument("store", metavar="URL", help="the run's sync.store: a path, or a URL such as s3://bucket/run")
+    follow.add_argument(
+        "--into", type=Path, required=True, metavar="DIR", help="folder to keep; new or of this command"
+    )
+    follow.add_argument(
+        "--notify", metavar="URL", help="engine that loads each version, such as http://127.0.0.1:30000"
+    )
+    follow.add_argument("--engine", choices=("sglang", "vllm"), default="sglang", help="of --notify (default: sglang)")
+    follow.add_argument(
+        "--every", type=_seconds, default=10.0, metavar="S", help="seconds from one look to the next (default: 10)"
+    )
+    follow.add_argument("--once", action="store_true", help="look once, and end")
+    follow.set_defaults(command=_follow)
 
 
 def _add_options(export: argparse.ArgumentParser, dtype: str, why: str) -> None:
@@ -223,6 +255,90 @@ def _diff(options: argparse.Namespace) -> int:
     if text := _other_model(folders, compared):
         print(text)
     return 1 if differing else 0
+
+
+def _follow(options: argparse.Namespace) -> int:
+    from trinity_sync.checkpoint.mirror.follower import VersionFollower
+    from trinity_sync.host.urls import absolute, place_problem
+
+    if problem := place_problem(options.store):
+        raise ConfigError(f"URL {problem}")
+    notify = None if options.notify is None else _engine(options.engine, options.notify)
+    follower = VersionFollower(absolute(options.store), options.into, _warn)
+    told, refused, loaded = "", "", None
+    follower.open()
+    while True:
+        began, problem = time.monotonic(), ""
+        try:
+            updated = follower.update()
+        except RunError as error:
+            updated, problem = False, f"{shown(options.store)}: {error}"
+        version = follower.version
+        if problem and problem != told:
+            stays = "there is none here yet" if version is None else f"{follower.current} stays at version {version}"
+            _warn(f"{problem}; {stays}")
+        told = problem
+        if updated:
+            print(f"version {version} in {time.monotonic() - began:.1f} s: {follower.current}", flush=True)
+        failed = False
+        if notify is not None and version is not None and version != loaded:
+            try:
+                notify(follower.current, str(version))
+            except RunError as error:  # such as an engine that starts later
+                failed = True
+                if str(error) != refused:
+                    _warn(f"{error}; it is asked again at each look")
+                refused = str(error)
+            else:
+                loaded, refused = version, ""
+                print(f"version {version} loaded by {shown(options.notify)}", flush=True)
+        follower.tidy()
+        if options.once:
+            return 1 if problem or failed else 0
+        time.sleep(options.every)
+
+
+def _engine(kind: str, url: str) -> Callable[[Path, str], None]:
+    """Return a function that has an engine load a folder. It takes the folder and the version, which errors name, and
+    raises RunError.
+    """
+    if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
+        raise ConfigError(f"--notify {shown(url)} is no address; give one such as http://127.0.0.1:30000")
+    from trinity_sync.integrations.vllm.server import Server
+
+    server = Server(url.rstrip("/"), _LOAD_S)
+    server.who = f"the {'SGLang' if kind == 'sglang' else 'vLLM'} server at {shown(url)}"
+
+    def sglang(folder: Path, version: str) -> None:
+        what = f"load version {version}"
+        answer = server.post("/update_weights_from_disk", what, {"model_path": str(folder)})
+        if answer.get("success") is False:
+            raise RunError(f"{server.who} failed to {what}: {answer.get('message')}")
+
+    def vllm(folder: Path, version: str) -> None:
+        server.post("/pause", "pause", params={"mode": "wait"})
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        try:
+            server.post("/collective_rpc", f"load version {version}", body)
+        except RunError as error:
+            raise RunError(f"{error}; it stays paused until a version is loaded completely") from error
+        server.post("/resume", "resume generation")
+
+    return sglang if kind == "sglang" else vllm
+
+
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr, flush=True)
+
+
+def _seconds(text: str) -> float:
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found <= 86400:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds; expected one such as 10")
+    return found
 
 
 # ---- finding things

@@ -133,8 +133,8 @@ def _checks_of_classes(cfg: DictConfig) -> list[Check]:
     targets = {group: _target(OmegaConf.select(cfg, group)) or "" for group in _CHECKING}
     classes = {group: load(group, name) for group, name in targets.items() if name in own_labels(group).values()}
     checks = [check for of in classes.values() for check in of.all_checks()]
-    if "algorithm" in classes and classes["algorithm"].explores:
-        checks.append(_check_explorer_dtype)
+    if "algorithm" in classes:
+        checks.append(_check_explorer_dtype if classes["algorithm"].explores else _check_publishes)
     return [*checks, partial(_check_batch, classes)] if len(classes) == len(_CHECKING) else checks
 
 
@@ -265,12 +265,14 @@ def _check_staleness(get: Get) -> Iterator[Problem]:
 
 
 def _check_encoding(get: Get) -> Iterator[Problem]:
-    if get("sync.encoding") == "delta":
+    if (encoding := get("sync.encoding")) != "full":
         if get(f"sync.{TARGET}") not in own_targets():
-            yield Problem("sync.encoding", "is delta, which a sync mode of your own does not take; set it to full")
+            yield Problem(
+                "sync.encoding", f"is {encoding}, which a sync mode of your own does not take; set it to full"
+            )
         takes = ("hf", "vllm", "bytes")
         if (chosen := get("explorer.kind")) in own_labels("explorer") and chosen not in takes:
-            told = f"is delta, which explorer={chosen} does not take yet; choose explorer=hf or sync.encoding=full"
+            told = f"is {encoding}, which explorer={chosen} does not take yet; choose explorer=hf or sync.encoding=full"
             yield Problem("sync.encoding", told)
 
 
@@ -336,6 +338,34 @@ def _check_retention(get: Get) -> Iterator[Problem]:
             # policies know their ranges and name the key themselves
             key, _, text = str(error).partition(" ")
             yield Problem(key, text)
+
+
+def _check_store(get: Get) -> Iterator[Problem]:
+    store = get("sync.store")
+    if store is None:
+        return
+    # fsspec, and the client of the place, are imported only where there is a store
+    from trinity_sync.host.urls import absolute, place_problem
+
+    key, none = "sync.store", ", or sync.store=null"
+    if problem := place_problem(store):
+        yield Problem(key, problem)
+    elif (mirror := get("checkpoint.mirror")) and absolute(mirror).rstrip("/") == absolute(store).rstrip("/"):
+        yield Problem(key, "is the place of checkpoint.mirror, too; name another folder or URL for one of the two")
+    if get("sync.mode") != "checkpoint" or get(f"sync.{TARGET}") not in own_targets():
+        yield Problem(key, f"is for sync=checkpoint, where versions are files; choose sync=checkpoint{none}")
+    elif get("sync.verify") != "full":
+        yield Problem("sync.verify", f"is {get('sync.verify')}; followers compare digests, so set it to full{none}")
+    if get("workload.kind") == "bytes":
+        yield Problem(key, f"is for models, and workload=bytes has none; choose another workload{none}")
+
+
+def _check_publishes(get: Get) -> Iterator[Problem]:
+    """Check what needs versions, for an algorithm that publishes none."""
+    if get("sync.store") is not None:
+        yield Problem(
+            "sync.store", "is for versions, and this algorithm has no explorers and publishes none; set it to null"
+        )
 
 
 def _check_mirror(get: Get) -> Iterator[Problem]:
@@ -409,6 +439,7 @@ _CHECKS: tuple[Check, ...] = (
     _check_retention,
     *(partial(_check_saving, key) for key in _SAVING),
     _check_mirror,
+    _check_store,
     *(partial(_check_folder, key) for key in ("checkpoint.dir", "cluster.temp_dir", "tracker.trackio.folder")),
     _check_shared_memory,
     check_workload,

@@ -36,6 +36,7 @@ LOCATIONS = (
     "checkpoint.mirror_wait_s",
     "checkpoint.stop_s",
     "sync.shm_dir",
+    "sync.store",
     "cluster",
     "hydra",
     "live",
@@ -101,7 +102,7 @@ def _plain_values(cfg: Mapping[str, Value]) -> Settings:
     if training.get("total_epochs", 0) is None:  # as in each run that has started
         del training["total_epochs"]
     syncing = section(values, "sync")
-    if syncing.get("encoding") != "delta":
+    if syncing.get("encoding") in (None, "full"):
         syncing.pop("delta", None)
     return values
 

@@ -219,6 +219,7 @@ NAMED_BY_PATH = (
 PATHS = (
     "checkpoint.dir",
     "checkpoint.mirror",
+    "sync.store",
     *NAMED_BY_PATH,
     "cluster.temp_dir",
 )

@@ -115,8 +115,12 @@ class Invocation:
     @classmethod
     def of_resume(cls, folder: Path, used_places: Callable[[Path], Mapping[str, str | None]]) -> Invocation:
         """Read it like `read`, with the places of checkpoints in run.json instead of those in the settings."""
-        found, saved = cls.read(folder), section(saved_settings(folder).written(), "checkpoint")
-        moved = {key: place for key, place in used_places(folder).items() if saved.get(key.partition(".")[2]) != place}
+        found, saved = cls.read(folder), saved_settings(folder).written()
+        moved = {}
+        for key, place in used_places(folder).items():
+            group, _, name = key.partition(".")
+            if section(saved, group).get(name) != place:
+                moved[key] = place
         used = [f"{key}={'null' if place is None else quote(place)}" for key, place in moved.items()]
         return found.of([*found.overrides, *used])
 

@@ -22,7 +22,7 @@ from trinity_sync.config.composition import as_written, conf_dir
 from trinity_sync.errors import ConfigError, TrinityError, near
 from trinity_sync.host.origin import error_text, origin
 from trinity_sync.host.references import Settings, Value
-from trinity_sync.protocol.typed import mistyped
+from trinity_sync.protocol.choices import mistyped
 
 T = TypeVar("T")
 _CODE = (".py", ".so", ".pyc")

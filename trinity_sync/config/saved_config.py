@@ -112,6 +112,7 @@ _WRITTEN = (
     "cluster.temp_dir",
     "explorer.url",
     "sync.shm_dir",
+    "sync.store",
 )
 """Keys, and prefixes of keys, of places that a run writes and of addresses that it calls."""
 _READ = frozenset({*PATHS, RESUME_FROM} - set(_WRITTEN))

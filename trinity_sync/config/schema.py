@@ -357,11 +357,12 @@ class SyncConfig:
     interval: int = number(at_least=1)
     max_staleness: int = number(at_least=0)
     what: str = choice("auto", "full", "adapter", "merged")
-    encoding: str = choice("full", "delta")
+    encoding: str = choice("full", "delta", "auto")
     delta: DeltaConfig = MISSING
     wire_dtype: str = choice(*DTYPES)
     keep_fp32: list[str] | None = MISSING
     bucket_mb: int = number(at_least=1)
+    store: str | None = MISSING
     slots: int = number(at_least=2)
     verify: str = choice("full", "bucket", "off")
     timeout_s: float = seconds(more_than=0)

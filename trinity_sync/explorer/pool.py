@@ -74,6 +74,7 @@ class ExplorerPool:
         self._held: Version | None = None
         self._closes = False
         self._members: dict[str, RoundMember] = {}
+        self._nodes: dict[str, str] = {}
         names = [f"explorer-{index}" for index in range(replicas)]
         self.clients = {name: self._create(name) for name in names}
         self._starting: dict[str, Call[None]] = {}
@@ -112,6 +113,7 @@ class ExplorerPool:
         places = results([self.clients[name].attach(self._agents) for name in starting], self._start_timeout_s)
         for name, place in zip(starting, places, strict=True):
             story.info("%s is up: pid %d on node %s", name, place["pid"], place["node"])
+            self._nodes[name] = place["node"]
             self._closes = place["closes"]
             if place["base"] != self._base:
                 raise ConfigError(
@@ -119,6 +121,10 @@ class ExplorerPool:
                     f"{place['base']}, the trainer's has {self._base}; all nodes must see the same folder, and it "
                     "must not change during the run"
                 )
+
+    def places(self) -> dict[str, str]:
+        """Return Ray's id of the node of each connected explorer, by name. Any thread."""
+        return dict(self._nodes)
 
     def load(self, version: Version, deliver: Deliver) -> list[LoadReport]:
         """Have all explorers load a version through the sync mode's `deliver`."""
@@ -225,6 +231,7 @@ class ExplorerPool:
         """Kill an explorer, and allow no more restarts."""
         with self._lock:
             self._restarts_left = 0
+        self._nodes.pop(name, None)
         ray.kill(self.clients[name].handle)
 
     def close(self) -> None:
@@ -238,6 +245,7 @@ class ExplorerPool:
         self._end_leases(name)
 
     def _end_leases(self, name: str) -> None:
+        self._nodes.pop(name, None)
         self._synchronizer.drop_reader(self._members[name]).result(self._synchronizer.timeout_s)
 
     def _may_restart(self) -> bool:

@@ -80,6 +80,7 @@ class Preparation:
     scanned: Scanned = NOTHING
     owner: Owner | None = None
     mirror: RunMirror | None = None
+    store: RunMirror | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

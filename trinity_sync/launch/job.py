@@ -21,6 +21,7 @@ from trinity_sync.launch.sample_source import (
 )
 
 if TYPE_CHECKING:
+    from trinity_sync.checkpoint.mirror.run_mirror import VersionCopies
     from trinity_sync.explorer.pool import ExplorerPool
     from trinity_sync.explorer.validation import Validation, VersionValidations
     from trinity_sync.protocol.versions import Version
@@ -53,6 +54,7 @@ class Job:
         self._start = setup.start
         self._recorder = setup.recorder
         self.actors = Actors(setup, self.worker)
+        self._copies: VersionCopies | None = None
 
     def start(self) -> None:
         """Build the actors and restore the checkpoint that the run starts from; errors as for `Actors.start`."""
@@ -124,6 +126,7 @@ class Job:
         from trinity_sync.sync.base import SyncMode, TrainerSide
         from trinity_sync.trainer.full_saves import WeightSaves
 
+        self._copies = self._version_copies()
         cfg, actors, policies = self._cfg.sync, self.actors, retention_policies(self._cfg)
         side = TrainerSide(
             synchronizer=actors.synchronizer,
@@ -133,9 +136,26 @@ class Job:
             use_gpu=self._setup.use_gpu,
             store=WeightSaves(actors.monitor, saves, self._recorder, cfg.durable),
             deltas=self._start.checkpoints / DELTAS,
+            versions=self._copies,
+            explorer_nodes=dict if actors.pool is None else actors.pool.places,
             base_every=next((one.base_every for one in policies if isinstance(one, KeepVersions)), None),
         )
         return build("sync", vars(cfg), SyncMode).publisher(side)  # type: ignore[type-abstract]
+
+    def _version_copies(self) -> VersionCopies | None:
+        from trinity_sync.checkpoint.mirror.run_mirror import VersionCopies
+        from trinity_sync.models.hub import cached_folder
+
+        store, start = self._setup.store, self._start
+        if store is None or store.owner is None:
+            return None
+        return VersionCopies(
+            start.checkpoints,
+            store,
+            model=cached_folder(self.actors.model_path),
+            start=start.step if start.continued else None,
+            report=self._recorder.event,
+        )
 
     def _make_loop(self, saves: FullSaves, mode: Publisher, published: PublishedState) -> FreeLoop | TrainingLoop:
         from trinity_sync.trainer.free_loop import FreeLoop
@@ -254,10 +274,17 @@ class Job:
         return step, partial(published.restore, folder)
 
     def _finish_copies(self, *, at_once: bool) -> None:
-        """Wait for the copies to the mirror that are under way; `at_once`: the run was interrupted."""
-        mirror = self._setup.mirror
+        """Wait for the copies to mirror and store that are under way; `at_once`: the run was interrupted."""
+
+        def limit() -> float:
+            longest = self._cfg.checkpoint.mirror_wait_s
+            return interrupts.left(min(longest, _SETTLE_S) if at_once else longest, interrupts.REST_S + _ANSWER_S)
+
+        mirror, store = self._setup.mirror, self._setup.store
+        if store is not None and self._copies is not None:
+            self._recorder.phase(f"copying versions to {store.name}")
+            waited = limit()
+            store.report_missing(self._copies.finish(waited), waited, self._recorder.fault)
         if mirror is not None:
             self._recorder.phase(f"copying checkpoints to {mirror.name}")
-            limit = self._cfg.checkpoint.mirror_wait_s
-            limit = interrupts.left(min(limit, _SETTLE_S) if at_once else limit, interrupts.REST_S + _ANSWER_S)
-            mirror.finish(self.actors.monitor, limit, self._recorder.fault)
+            mirror.finish(self.actors.monitor, limit(), self._recorder.fault)

@@ -35,6 +35,7 @@ from trinity_sync.launch.job import Job
 from trinity_sync.launch.machine import SOCKET_BYTES, check_room, socket_room
 from trinity_sync.launch.row_scan import Scanned, note, scanned_task
 from trinity_sync.launch.start import (
+    STORE,
     Resume,
     Start,
     check_owned,
@@ -108,11 +109,15 @@ def run(
             marks.callback(_take_back, folder, (checkpoints / MARK).unlink)
         recorded, copied = recorded_commits(folder.events), copied_to(folder.events)
         mirror = run_mirror(cfg, owner, folder.logs, resume=resume, copied=copied)
-        if resume is None and mirror is not None:
-            marks.callback(_take_back, folder, mirror.unmark)
+        store = run_mirror(cfg, owner, folder.logs, resume=resume, copied=copied, key=STORE)
+        for place in (mirror, store):
+            if resume is None and place is not None:
+                marks.callback(_take_back, folder, place.unmark)
         start = Start.find(
             cfg, checkpoints, looked.start, resume=resume, committed=committed, mirror=mirror, recorded=recorded
         )
+        if store is not None:
+            store.check(checkpoints, recorded, required=resume is None)
         last_step = min(cfg.trainer.steps, max(until or cfg.trainer.steps, start.step + 1))
         if resume is None:
             stack.enter_context(saving)
@@ -131,6 +136,7 @@ def run(
                     start=start,
                     owner=owner,
                     mirror=mirror,
+                    store=store,
                     recorder=recorder,
                     last_step=last_step,
                     stop=stop,
@@ -171,8 +177,9 @@ def look(config: RunConfig, run_dir: Path, *, new: bool = True) -> LookResult:
     start = Start.first(cfg, checkpoints, None)
     for warning in check_room(cfg, run_dir, checkpoints, start.step):
         note(warning)
-    if (mirror := run_mirror(cfg, owner)) is not None:
-        mirror.look(checkpoints)
+    for place in (run_mirror(cfg, owner), run_mirror(cfg, owner, key=STORE)):
+        if place is not None:
+            place.look(checkpoints)
     return LookResult(config, scanned, trackers, start)
 
 

@@ -123,15 +123,19 @@ def run_mirror(
     *,
     resume: Resume | None = None,
     copied: Collection[str] = (),
+    key: str = "checkpoint.mirror",
 ) -> RunMirror | None:
-    """Return the mirror of a run's committed checkpoints, if it has one."""
-    node = cfg.checkpoint
-    if node.mirror is None:
+    """Return the mirror of a run's committed checkpoints, or with the key `STORE` the place of its published versions,
+    if it has one.
+    """
+    node, given = cfg.checkpoint, cfg.checkpoint.mirror if key == _MIRROR else cfg.sync.store
+    if given is None:
         return None
-    place, named = absolute(node.mirror), resume is not None and "checkpoint.mirror" in resume.given
+    place, named = absolute(given), resume is not None and key in resume.given
     settings = MirrorSettings(
-        options=node.mirror_options,
-        keep="all" if node.mirror_keep == "all" else "same",
+        key=key,
+        options=node.mirror_options if key == _MIRROR else {},
+        keep="bases" if key == STORE else "all" if node.mirror_keep == "all" else "same",
         tries=node.mirror_tries,
         backoff_s=node.mirror_backoff_s,
         timeout_s=node.mirror_timeout_s,
@@ -298,7 +302,9 @@ def _check_engine(cfg: Config, path: Path, backend: str, world_size: int) -> boo
 
 
 _DIR, _MIRROR, _RESUME_FROM = "checkpoint.dir", "checkpoint.mirror", "checkpoint.resume_from"
-PLACES = (_DIR, _MIRROR, _RESUME_FROM)
+STORE = "sync.store"
+"""Key of the place of published versions."""
+PLACES = (_DIR, _MIRROR, _RESUME_FROM, STORE)
 
 
 @dataclass(frozen=True)
@@ -314,12 +320,13 @@ class Resume:
 def written_places(cfg: Config, run: Path) -> dict[str, str | None]:
     """Return the resolved places of checkpoints by config key, for run.json; without places that have a password."""
     saved = cfg.checkpoint
-    found = {_DIR: saved.dir, _MIRROR: saved.mirror, _RESUME_FROM: saved.resume_from}
+    found = {_DIR: saved.dir, _MIRROR: saved.mirror, _RESUME_FROM: saved.resume_from, STORE: cfg.sync.store}
     if (place := found[_DIR]) is not None:
         folder = Path(place).absolute()
         found[_DIR] = str(folder.relative_to(run) if folder.is_relative_to(run) else folder)
-    if (place := found[_MIRROR]) is not None:
-        found[_MIRROR] = absolute(place)
+    for key in (_MIRROR, STORE):
+        if (place := found[key]) is not None:
+            found[key] = absolute(place)
     return {key: place for key, place in found.items() if place is None or shown(place) == place}
 
 

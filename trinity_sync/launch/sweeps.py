@@ -78,12 +78,13 @@ def _place_problem(jobs: Sequence[ComposedJob], *, fixed: bool) -> str | None:
     for job in jobs:
         with job.begun() as folder:
             settings = job.settings.anchored(job.started_in)
-            texts = section(settings.written(), "checkpoint")
-            for name in ("dir", "mirror"):
-                if not fixed and "${" in str(texts[name]):
+            texts = settings.written()
+            for key in ("checkpoint.dir", "checkpoint.mirror", "sync.store"):
+                group, _, name = key.partition(".")
+                if not fixed and "${" in str(section(texts, group)[name]):
                     continue  # the search may choose a value of it
                 with suppress(OmegaConfBaseException):  # resolvable only where the job runs
-                    place = settings.select(f"checkpoint.{name}")
+                    place = settings.select(key)
                     if place is None and name == "dir":
                         place = folder / "checkpoints"
                     if place is None:
@@ -92,9 +93,9 @@ def _place_problem(jobs: Sequence[ComposedJob], *, fixed: bool) -> str | None:
                     place = str(place).rstrip("/") if local is None else str(local.resolve())
                     if (first := seen.setdefault(place, job.number)) != job.number:
                         return (
-                            f"jobs {first} and {job.number} of the sweep would both write to checkpoint.{name}="
+                            f"jobs {first} and {job.number} of the sweep would both write to {key}="
                             f"{shown(place)}, so nothing was started; give each a place of its own, such as "
-                            f"checkpoint.{name}=.../${{hydra:job.num}}"
+                            f"{key}=.../${{hydra:job.num}}"
                         )
     return None
 

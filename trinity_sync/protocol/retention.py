@@ -18,8 +18,8 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from trinity_sync.errors import ConfigError
+from trinity_sync.protocol.choices import mistyped
 from trinity_sync.protocol.parts import FULL, STATE_DICT, Kind
-from trinity_sync.protocol.typed import mistyped
 
 QUANTITY = "quantity"
 """Metadata key of dataclass fields that take text such as ``12h`` or ``100GB``; the value is their `Quantity`."""

@@ -18,7 +18,7 @@ from trinity_sync.tracking.summary import ABS_DIFF, ABS_DIFF_MAX, EXACT, K3_KL, 
 _MOST_PARTS = 7
 _WHOLE_STEP = ("timing/step", "timing/total")
 _KL = ("reference/k3_kl", "reference/kl", "actor/kl_loss", "actor/reward_kl_penalty")
-_LAYERS = set(map(str, range(1000)))
+_LAYERS = set(map(str, range(1000)))  # as of `layer_of`; a damaged file may hold other numbers
 _TRAINERS = 6
 """The colour of the trainer beside explorers."""
 

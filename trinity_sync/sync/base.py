@@ -64,6 +64,16 @@ class StateDictStore(Protocol):
         ...
 
 
+class VersionStore(Protocol):
+    """The checkpoint package's side of a place that followers read (`sync.store`), passed in."""
+
+    def add(self, version: Version, digest: str | None, full: Path | None, deltas: Sequence[Path]) -> None:
+        """Have a published version copied, in the background. Never raises, and does not wait for the place. `full`:
+        its weights-only checkpoint. `deltas`: files of `part_delta`. Both may be deleted after the call.
+        """
+        ...
+
+
 LeaseFolder = Callable[[Path, Version], AbstractContextManager[Callable[[], None]]]
 """Keeps a version's folder from deletion while the context is open; RunError: the folder is gone. Expires unless the
 function that the context yields is called, so a hung reader cannot block deletion.
@@ -80,7 +90,9 @@ class TrainerSide:
     timeout_s: float  # of each wait (`sync.timeout_s`)
     use_gpu: bool = False
     store: StateDictStore | None = None  # of weights-only checkpoints
+    explorer_nodes: Callable[[], Mapping[str, str]] = dict  # Ray's ids of the explorers' nodes, by name
     deltas: Path | None = None  # folder of the deltas between versions, in that of the checkpoints
+    versions: VersionStore | None = None  # to which published versions are copied
     base_every: int | None = None  # versions from one base of the history to the next; None: there is no history
 
 
@@ -225,7 +237,7 @@ class SyncMode(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """A publisher's report on a version. It may have sent a part of it only."""
+    """A publisher's report on a version, of which a part may have been sent only."""
 
     encoding: str
     nbytes: int
@@ -365,6 +377,11 @@ def commit(side: TrainerSide, version: Version, location: str | None = None) -> 
 def nodes_of(parts: Mapping[str, PartInfo]) -> list[str]:
     """Return Ray's ids of the nodes that have parts."""
     return sorted({info.node for info in parts.values()})
+
+
+def is_near(node: str, parts: Mapping[str, PartInfo]) -> bool:
+    """Whether all parts of a version are on a node, so that none has to travel there."""
+    return nodes_of(parts) == [node]
 
 
 def deliver_each(side: TrainerSide, explorers: Mapping[str, ExplorerClient], version: Version) -> Delivery:

@@ -65,32 +65,36 @@ class CheckpointMode(SyncMode):
 
     Args:
         durable: fsync versions that are written for sync only (`sync.durable`).
-        encoding: ``full``, or ``delta``: the files of most versions are deltas (`sync.encoding`).
-        delta: how deltas are made; for ``delta`` only.
+        encoding: ``full``; ``delta``: the files of most versions are deltas; ``auto``: while an explorer is on a node
+            that has not all parts (`sync.encoding`).
+        delta: how deltas are made; not for ``full``.
     """
 
     def __init__(
         self, *, durable: bool, encoding: str = "full", delta: DeltaConfig | None = None, **settings: object
     ) -> None:
         self._durable = durable
-        self._delta = delta if encoding == "delta" else None
+        self._delta = None if encoding == "full" else delta
+        self._always = encoding == "delta"
 
     def publisher(self, side: TrainerSide) -> CheckpointPublisher:
         if side.store is None:
             raise RunError("the sync mode is checkpoint, but there is no checkpoint folder to write versions to")
         if self._delta is None or side.deltas is None:
             return CheckpointPublisher(side, side.store, self._durable)
-        return DeltaPublisher(side, side.store, self._durable, side.deltas, self._delta)
+        return DeltaPublisher(side, side.store, self._durable, side.deltas, self._delta, always=self._always)
 
     def transport(self, side: ExplorerSide) -> CheckpointTransport | DeltaTransport:
-        full = CheckpointTransport(side.lease_folder)
-        return full if self._delta is None else DeltaTransport(side, FolderDeltas(side, full))
+        return CheckpointTransport(side.lease_folder) if self._delta is None else self._deltas(side)
+
+    def _deltas(self, side: ExplorerSide) -> DeltaTransport:
+        return DeltaTransport(side, FolderDeltas(side, CheckpointTransport(side.lease_folder)))
 
     def maps(self, side: ExplorerSide) -> PartMaps:
         return FileMaps() if self._delta is None else SlotMaps(side.layouts)
 
     def copies(self, side: ExplorerSide) -> DeltaCopies | None:
-        return None if self._delta is None else DeltaCopies(side, self.transport(side))
+        return None if self._delta is None else DeltaCopies(side, self._deltas(side))
 
 
 class CheckpointPublisher:
@@ -102,7 +106,10 @@ class CheckpointPublisher:
         self._durable = durable
 
     def publish(self, sealed: Sealed) -> Published | None:
-        commit(self._side, sealed.version, str(self._write(sealed)))
+        folder = self._write(sealed)
+        commit(self._side, sealed.version, str(folder))
+        if self._side.versions is not None:
+            self._side.versions.add(sealed.version, sealed.digest, folder, ())
         return None
 
     def _write(self, sealed: Sealed) -> Path:
@@ -134,13 +141,23 @@ class DeltaPublisher(CheckpointPublisher):
 
     Args:
         root: folder of the deltas, in that of the checkpoints.
+        always: as of `VersionDeltas`; else versions to which no deltas pay are written in full.
     """
 
-    def __init__(self, side: TrainerSide, store: StateDictStore, durable: bool, root: Path, keys: DeltaConfig) -> None:
+    def __init__(
+        self,
+        side: TrainerSide,
+        store: StateDictStore,
+        durable: bool,
+        root: Path,
+        keys: DeltaConfig,
+        *,
+        always: bool = True,
+    ) -> None:
         super().__init__(side, store, durable)
         self._root = root
         self._full_every = keys.full_every
-        self._deltas = VersionDeltas(side, keys.codec)
+        self._deltas = VersionDeltas(side, keys.codec, always=always)
         self._count = 0
         self._folders: list[list[Path]] = []  # of the versions since the last full one but one, and since the last
         self._recent: list[Version] = []  # the newest is the last
@@ -148,11 +165,11 @@ class DeltaPublisher(CheckpointPublisher):
     def publish(self, sealed: Sealed) -> Published:
         base_every = self._side.base_every
         is_base = base_every is not None and self._count % base_every == 0
-        is_full = is_base or self._count % self._full_every == 0
-        full = self._write(sealed) if is_full else None
+        begins, pays = is_base or self._count % self._full_every == 0, self._deltas.pays(sealed)
+        full = self._write(sealed) if begins or not pays else None
         folder = version_folder(self._root, sealed.version)
         make_folder(folder)
-        written = self._deltas.encode(sealed, folder, durable=self._durable)
+        written = self._deltas.encode(sealed, folder, pays=pays, durable=self._durable)
         by_start: dict[Version, list[WrittenDelta]] = {}
         for one in written:
             by_start.setdefault(one.start, []).append(one)
@@ -162,11 +179,14 @@ class DeltaPublisher(CheckpointPublisher):
         if base_every is not None:
             self._remember(sealed, folder, full if is_base else None, deltas)
         VersionIndex(named, deltas).write(folder / INDEX, durable=self._durable)
-        report = self._deltas.report(sealed, written, with_full=is_full)
+        report = self._deltas.report(sealed, written, with_full=full is not None)
         self._deltas.commit(sealed, str(folder))
+        if self._side.versions is not None:
+            files = [folder / delta_file(one.part, start) for start, found in whole.items() for one in found]
+            self._side.versions.add(sealed.version, sealed.digest, full, files)
         self._count += 1
         self._recent = [*self._recent, sealed.version][-max(KEPT_SPANS) :]
-        if is_full:
+        if begins:
             self._folders.append([])
             for old in self._folders.pop(0) if len(self._folders) > 2 else ():  # no reader needs them
                 _retire(old)

@@ -40,6 +40,7 @@ from trinity_sync.sync.base import (
     TrainerSide,
     Transport,
     commit,
+    is_near,
     nodes_of,
 )
 from trinity_sync.weights import delta
@@ -67,30 +68,50 @@ Chain = Sequence[PartDelta]
 
 
 class VersionDeltas:
-    """The driver's half. The agents encode each version against the one before. Nobody fills the slot of that one until
-    the next version is committed.
+    """The driver's half. The agents encode each version against the one before. The slot of that one is not filled
+    again until the new version is committed.
 
     Args:
         codec: `sync.delta.codec`.
         spans: as of `PartEncoder`.
+        always: also while no explorer needs a part from another node.
     """
 
-    def __init__(self, side: TrainerSide, codec: str, spans: tuple[int, ...] = SPANS) -> None:
+    def __init__(self, side: TrainerSide, codec: str, spans: tuple[int, ...] = SPANS, *, always: bool = True) -> None:
         self._side = side
         self._how = codec, spans
+        self._always = always
         self._before: tuple[Version, int] | None = None  # the last version and its slot
+        self._begun = False
         self._encode_s = 0.0
 
-    def encode(self, sealed: Sealed, folder: Path | None = None, *, durable: bool = False) -> list[WrittenDelta]:
-        """Have the deltas to a version made, none to the first one: in files of a folder, or kept by the agents."""
+    def encode(
+        self, sealed: Sealed, folder: Path | None = None, *, pays: bool, durable: bool = False
+    ) -> list[WrittenDelta]:
+        """Have the deltas to a version made, none to the first one or where none `pays`: in files of a folder, or kept
+        by the agents.
+        """
         if self._before is None:
             return []
+        if not pays:
+            if self._begun:
+                freeing = [self._side.agents[node].forget_deltas() for node in nodes_of(sealed.parts)]
+                results(freeing, self._side.timeout_s, "free what they keep for deltas")
+            self._begun = False
+            return []
+        self._begun = True
         given = sealed.version, sealed.slot, *self._before, None if folder is None else str(folder), *self._how
         calls = [self._side.agents[node].encode_deltas(*given, fsync=durable) for node in nodes_of(sealed.parts)]
         started = time.perf_counter()
         found = results(calls, self._side.timeout_s, f"make the deltas of version {sealed.version}")
         self._encode_s = time.perf_counter() - started
         return [one for of_node in found for one in of_node]
+
+    def pays(self, sealed: Sealed) -> bool:
+        """Whether an explorer, or a follower of a store, may take a delta to a version (`sync.encoding`)."""
+        nodes = self._side.explorer_nodes().values()
+        always = self._always or self._side.versions is not None
+        return always or not all(is_near(node, sealed.parts) for node in nodes)
 
     def commit(self, sealed: Sealed, location: str | None = None) -> None:
         """Commit a version whose deltas were made."""
@@ -101,7 +122,7 @@ class VersionDeltas:
         """Return the report on a version, before its `commit`. `with_full`: it was sent in full as well."""
         full_bytes = sum(info.nbytes for info in sealed.parts.values()) if with_full else 0
         nbytes = full_bytes + sum(one.nbytes for one in written)
-        if self._before is None:
+        if self._before is None or not written:
             return Published(encoding="full", nbytes=nbytes)
         last = [one for one in written if one.start == self._before[0]]
         changed, elements = Counter[str](), Counter[str]()
@@ -113,10 +134,10 @@ class VersionDeltas:
         return Published(encoding="delta", nbytes=nbytes, codec=codec, changed=share, changed_ppm=ppm, encode_s=took)
 
     def publish(self, sealed: Sealed) -> Published:
-        """Have the agents keep the deltas to a version, and commit it."""
-        made, base = self.encode(sealed), self._before[0] if self._before else None
+        """Have the agents keep the deltas to a version where these pay, and commit it."""
+        made, base = self.encode(sealed, pays=self.pays(sealed)), self._before[0] if self._before else None
         full_bytes = sum(info.nbytes for info in sealed.parts.values())
-        in_full = base is None or sum(one.nbytes for one in made if one.start == base) >= full_bytes
+        in_full = not made or sum(one.nbytes for one in made if one.start == base) >= full_bytes
         report = self.report(sealed, made, with_full=in_full)
         self.commit(sealed)
         return replace(report, encoding="full") if in_full else report
@@ -272,11 +293,14 @@ def read_chain(
 class DeltaTransport:
     """An explorer's half: takes versions over the one that its destinations hold (a `Transport`). Where these are not
     `Places`, each load begins with a full version.
+
+    `always`: also versions of which all parts are on this node.
     """
 
-    def __init__(self, side: ExplorerSide, source: DeltaSource) -> None:
+    def __init__(self, side: ExplorerSide, source: DeltaSource, *, always: bool = True) -> None:
         self._side = side
         self._source = source
+        self._always = always
         self._held: Version | None = None
         self._tried: Version | None = None
         self._buffer = np.empty(0, np.uint8)
@@ -285,6 +309,9 @@ class DeltaTransport:
         self, lease: Lease, broadcast: Broadcast | None, find_destination: FindDestination
     ) -> Generator[Bucket, None, None]:
         held, self._held = self._held if isinstance(find_destination, Places) else None, None
+        if self.in_full(lease) and (broadcast is None or broadcast.base is None):
+            yield from self._source.full.buckets(lease, broadcast, find_destination)
+            return
         again, self._tried = self._tried == lease.version, lease.version
         found = None
         try:
@@ -300,6 +327,10 @@ class DeltaTransport:
                 yield from self._source.full.buckets(whole, broadcast, find_destination)
         if found is not None or self._side.still_leased(lease.id):  # else the slot may have had another version's bytes
             self._held = lease.version
+
+    def in_full(self, lease: Lease) -> bool:
+        """Whether a version is read in full, as nothing of it has to travel."""
+        return not self._always and is_near(self._side.node, lease.parts)
 
     def _follow(self, lease: Lease, found: Deltas, find_destination: FindDestination) -> Generator[Bucket, None, None]:
         if found.full is not None and not any(found.chains):
@@ -328,7 +359,8 @@ class DeltaTransport:
         self, layout: PartLayout, number: int, file: ShardFile | None, chain: Chain, to: FindDestination, checks: bool
     ) -> Bucket:
         """Return a piece of the newest version, in its destination where it can be made there. The chain begins with a
-        full version's file, or with what the destination holds. `checks`: also a piece without changes.
+        full version's file, or with what the destination holds; it is empty where that is the version. `checks`: also
+        a piece without changes.
         """
         start, stop, dtype = layout.by_shard[number]
         changes = [change for one in chain if (change := one.pieces[number]) is not None]
@@ -350,7 +382,7 @@ class DeltaTransport:
         bits = buffer.view(f"<u{itemsize(dtype)}")
         for change in changes:
             delta.apply(bits, change, dtype, bits)
-        if checks and not changes and delta.digest(bits) != chain[-1].digests[number]:
+        if checks and chain and not changes and delta.digest(bits) != chain[-1].digests[number]:
             raise DeltaError(f"piece {number} of part {layout.part} is damaged: it differs from the published one")
         return here._replace(data=None if direct else buffer.data, apply_s=time.perf_counter() - started)
 
@@ -358,7 +390,7 @@ class DeltaTransport:
 class DeltaCopies:
     """Copies of all parts for workers that map them, over which an explorer takes deltas. They are its `Places`."""
 
-    def __init__(self, side: ExplorerSide, transport: Transport) -> None:
+    def __init__(self, side: ExplorerSide, transport: DeltaTransport) -> None:
         self._side = side
         self._transport = transport
         self._segments: dict[str, SharedSegment] = {}
@@ -371,6 +403,9 @@ class DeltaCopies:
         from trinity_sync.sync.arrivals import SharedSegment
         from trinity_sync.weights.apply import check_bytes
 
+        if self._transport.in_full(lease):
+            self.moved, self.apply_s = None, 0.0
+            return lease
         parts = {}
         for name, info in lease.parts.items():
             layout = self._side.layouts.get(info)

@@ -67,35 +67,43 @@ class MemoryMode(SyncMode):
     """Versions stay in their slots.
 
     Args:
-        encoding: ``full``, or ``delta``: explorers fetch what has changed (`sync.encoding`).
-        delta: how deltas are made; for ``delta`` only.
+        encoding: ``full``; ``delta``: explorers fetch what has changed; ``auto``: those on a node that has not all
+            parts (`sync.encoding`).
+        delta: how deltas are made; not for ``full``.
     """
 
     _delta: DeltaConfig | None = None
+    _always = True
 
     def __init__(self, *, encoding: str = "full", delta: DeltaConfig | None = None, **settings: object) -> None:
-        self._delta = delta if encoding == "delta" else None
+        self._delta = None if encoding == "full" else delta
+        self._always = encoding == "delta"
 
     def publisher(self, side: TrainerSide) -> MemoryPublisher:
-        return MemoryPublisher(side, self._delta)
+        return MemoryPublisher(side, self._delta, always=self._always)
 
     def transport(self, side: ExplorerSide) -> MemoryTransport | DeltaTransport:
-        full = MemoryTransport(side.agents, side.layouts, side.timeout_s, side.node)
-        return full if self._delta is None else DeltaTransport(side, AgentDeltas(side, full))
+        return self._full(side) if self._delta is None else self._deltas(side)
+
+    def _full(self, side: ExplorerSide) -> MemoryTransport:
+        return MemoryTransport(side.agents, side.layouts, side.timeout_s, side.node)
+
+    def _deltas(self, side: ExplorerSide) -> DeltaTransport:
+        return DeltaTransport(side, AgentDeltas(side, self._full(side)), always=self._always)
 
     def maps(self, side: ExplorerSide) -> SlotMaps:
         return SlotMaps(side.layouts)
 
     def copies(self, side: ExplorerSide) -> DeltaCopies | None:
-        return None if self._delta is None else DeltaCopies(side, self.transport(side))
+        return None if self._delta is None else DeltaCopies(side, self._deltas(side))
 
 
 class MemoryPublisher:
     """The driver's half. The slot is the transport: publishing is committing."""
 
-    def __init__(self, side: TrainerSide, keys: DeltaConfig | None = None) -> None:
+    def __init__(self, side: TrainerSide, keys: DeltaConfig | None = None, *, always: bool = True) -> None:
         self._side = side
-        self._deltas = None if keys is None else VersionDeltas(side, keys.codec)
+        self._deltas = None if keys is None else VersionDeltas(side, keys.codec, always=always)
 
     def publish(self, sealed: Sealed) -> Published | None:
         if self._deltas is not None:

@@ -49,6 +49,7 @@ from trinity_sync.sync.base import (
     TrainerSide,
     Transport,
     commit,
+    is_near,
 )
 from trinity_sync.sync.broadcast_group import BroadcastGroup, Wait, enter, serve_store
 from trinity_sync.sync.deltas import Deltas, DeltaTransport, VersionDeltas, fetch_delta, read_chain
@@ -75,8 +76,9 @@ class NcclMode(SyncMode):
 
     Args:
         transport: ``gloo``, ``nccl``, or ``auto``: NCCL on GPUs, gloo elsewhere (`sync.transport`).
-        encoding: ``full``, or ``delta``: what has changed is broadcast (`sync.encoding`).
-        delta: how deltas are made; for ``delta`` only.
+        encoding: ``full``; ``delta``: what has changed is broadcast; ``auto``: to explorers on a node that has not
+            all parts (`sync.encoding`).
+        delta: how deltas are made; not for ``full``.
     """
 
     ranks_take_part: ClassVar[bool] = True
@@ -85,15 +87,19 @@ class NcclMode(SyncMode):
         self, *, transport: str, encoding: str = "full", delta: DeltaConfig | None = None, **settings: object
     ) -> None:
         self._transport = transport
-        self._delta = delta if encoding == "delta" else None
+        self._delta = None if encoding == "full" else delta
+        self._always = encoding == "delta"
 
     def publisher(self, side: TrainerSide) -> NcclPublisher:
         found = "nccl" if side.use_gpu else "gloo"
-        return NcclPublisher(side, found if self._transport == "auto" else self._transport, self._delta)
+        transport = found if self._transport == "auto" else self._transport
+        return NcclPublisher(side, transport, self._delta, always=self._always)
 
     def transport(self, side: ExplorerSide) -> NcclTransport | DeltaTransport:
         full = NcclTransport(side.name, side.layouts)
-        return full if self._delta is None else DeltaTransport(side, BroadcastDeltas(full, side.name, side.layouts))
+        if self._delta is None:
+            return full
+        return DeltaTransport(side, BroadcastDeltas(full, side.name, side.layouts), always=self._always)
 
     def send(self, broadcast: Broadcast, part: str, layout: PartLayout, segment: mmap.mmap) -> int:
         return send(broadcast, part, layout, segment)
@@ -104,10 +110,13 @@ class NcclPublisher:
     the same version take a delta together.
     """
 
-    def __init__(self, side: TrainerSide, transport: str, keys: DeltaConfig | None = None) -> None:
+    def __init__(
+        self, side: TrainerSide, transport: str, keys: DeltaConfig | None = None, *, always: bool = True
+    ) -> None:
         self._side = side
         self._transport = transport
-        self._deltas = None if keys is None else VersionDeltas(side, keys.codec, spans=())
+        self._always = always
+        self._deltas = None if keys is None else VersionDeltas(side, keys.codec, spans=(), always=always)
         self._ids = itertools.count(1)
         self._sealed: Sealed | None = None
         self._store: TCPStore | None = None
@@ -127,8 +136,11 @@ class NcclPublisher:
             raise RunError(f"version {version} was not published last, so no rank has it staged for a round")
         delivery = Delivery()
         together: dict[Version | None, dict[str, ExplorerClient]] = {}
+        nodes = {} if self._always else self._side.explorer_nodes()
         for name, client in explorers.items():
-            held = None if self._deltas is None else self._held.pop(client, None)
+            held = self._held.pop(client, None)
+            if self._deltas is None or (name in nodes and is_near(nodes[name], self._sealed.parts)):
+                held = None
             together.setdefault(held, {})[name] = client
         for base, alive in together.items():
             self._deliver(delivery, self._sealed, alive, base)

@@ -311,6 +311,11 @@ class NodeAgent:
 
         return [one for of_part in await self._of_each_part(encode) for one in of_part]
 
+    async def forget_deltas(self) -> None:
+        """Free the deltas, and what the next ones would have been made from."""
+        self._encoders.clear()
+        self._kept.clear()
+
     def _write_delta(self, part: str, one: EncodedDelta, folder: str, fsync: bool) -> int:
         with DigestedFile(Path(folder) / delta_file(part, one.start), durable=fsync) as file:
             for piece in one.parts:

@@ -25,7 +25,7 @@ from trinity_sync.actors.pending import Pending
 from trinity_sync.actors.rank_client import RankClient
 from trinity_sync.actors.synchronizer_client import SynchronizerClient
 from trinity_sync.checkpoint.folder.commits import keep_weights
-from trinity_sync.checkpoint.folder.contents import TRAINER_STATE, NoManifestError, file_entry
+from trinity_sync.checkpoint.folder.contents import TRAINER_STATE, file_entry
 from trinity_sync.errors import RunError, TrinityError, WaitTimeout
 from trinity_sync.host.interrupts import REST_S, left
 from trinity_sync.protocol.parts import CommitMeta, FileEntry, Kind
@@ -333,11 +333,7 @@ class WeightSaves:
         self._monitor.fail_step(version.step, error, attempt=version.attempt)
 
     def keep(self, folder: Path, target: Path) -> None:
-        try:
-            keep_weights(folder, target, durable=self._durable)
-        except (FileNotFoundError, NoManifestError):  # without an atomic exchange, while a full checkpoint replaces it
-            time.sleep(1.0)
-            keep_weights(folder, target, durable=self._durable)
+        keep_weights(folder, target, durable=self._durable)
 
     def _notify(self, version: Version, part: str, files: list[FileEntry], digest: str | None) -> None:
         call = self._monitor.notify_finished(

@@ -87,9 +87,10 @@ def row_digests(matrix: torch.Tensor, dtype: torch.dtype) -> bytes:
 
 
 def _digests(matrix: torch.Tensor) -> bytes:
-    data = matrix.contiguous().view(torch.uint8)
-    words = (data.clone() if data.storage_offset() % 8 else data).view(torch.int64)
-    count, length = words.shape
+    count = len(matrix)
+    data = matrix.contiguous().view(-1).view(torch.uint8)  # flat: the stride of a single row may be odd
+    words = (data.clone() if data.storage_offset() % 8 else data).view(torch.int64).view(count, -1)
+    length = words.shape[1]
     digests = torch.empty((count, 2), dtype=torch.int64, device=matrix.device)
     starts = (_signed(8 * length * _P64_1), _signed(~(8 * length * _P64_2)))
     with torch.cuda.device_of(matrix):

@@ -6,6 +6,7 @@ cast runs on the device, where it is cheapest and halves the traffic on the bus.
 
 from __future__ import annotations
 
+import logging
 import mmap
 import threading
 import time
@@ -23,6 +24,8 @@ from trinity_sync.weights.layout import PartLayout, Segment, aligned
 from trinity_sync.weights.saved_views import row_major
 from trinity_sync.weights.shards import itemsize, listed
 from trinity_sync.weights.tensors import byte_tensor, castable, from_torch, to_torch
+
+logger = logging.getLogger(__name__)
 
 _CHUNK_BYTES = 32 << 20
 """Bytes in wire dtype per cast on a device: bounds the extra device memory to about two of these."""
@@ -192,8 +195,8 @@ def pin_segment(segment: Segment) -> bool:
 
 def pin_where_used(segment: Segment) -> None:
     """Page-lock a mapped segment if this process has used a GPU; another one is not woken for it."""
-    if torch.cuda.is_initialized():
-        pin_segment(segment)
+    if torch.cuda.is_initialized() and not pin_segment(segment):
+        logger.warning("the CUDA driver does not page-lock the slot, so loads take several times as long")
 
 
 def unpin_segment(segment: Segment) -> None:

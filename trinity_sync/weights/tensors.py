@@ -274,8 +274,7 @@ def row_digests(tensor: torch.Tensor, dtype: str) -> bytes:
     row_bytes = cols * shards.itemsize(dtype)
     if tensor.ndim < 2:
         tensor = tensor.reshape(1, cols)
-    if tensor.is_cuda and rows and (gpu := _gpu_digests()) is not None and gpu.takes(row_bytes):
-        digests: bytes = gpu.row_digests(tensor, to_torch(dtype))
+    if tensor.is_cuda and rows and (digests := _digests_on_gpu(tensor, dtype, row_bytes)) is not None:
         return digests
     if row_bytes > CHUNK_BYTES:
         return b"".join(_long_row_digest(tensor[row], dtype) for row in range(rows))
@@ -285,9 +284,22 @@ def row_digests(tensor: torch.Tensor, dtype: str) -> bytes:
     )
 
 
+def _digests_on_gpu(matrix: torch.Tensor, dtype: str, row_bytes: int) -> bytes | None:
+    """Return the digests of rows on a GPU; None: they have to be copied to be digested."""
+    gpu = _gpu_digests()
+    if gpu is None or not gpu.takes(row_bytes):
+        return None
+    try:
+        found: bytes = gpu.row_digests(matrix, to_torch(dtype))
+        return found
+    except Exception as error:  # Triton compiles for other lengths later, which may fail, too
+        _warn_once(f"{type(error).__name__}: {error}")
+        return None
+
+
 @cache
 def _gpu_digests() -> ModuleType | None:
-    """Return the digests of rows on GPUs; None: they do not work here, so rows are copied to be digested."""
+    """Return the digests of rows on GPUs; None: they do not work here."""
     try:
         from trinity_sync.weights import cuda_digests
 
@@ -297,9 +309,14 @@ def _gpu_digests() -> ModuleType | None:
             if cuda_digests.row_digests(matrix.cuda(), torch.bfloat16) != right:
                 raise RuntimeError("a digest was wrong")
     except Exception as error:  # without Triton, a C compiler for it, or a GPU that it knows
-        logger.warning("digests are not computed on the GPU: %s: %s", type(error).__name__, error)
+        _warn_once(f"{type(error).__name__}: {error}")
         return None
     return cuda_digests
+
+
+@cache
+def _warn_once(reason: str) -> None:
+    logger.warning("digests are not computed on the GPU: %s", reason)
 
 
 def _long_row_digest(row: torch.Tensor, dtype: str) -> bytes:

@@ -31,6 +31,7 @@ from trinity_sync.checkpoint.folder.catalog import check_ours, committed_manifes
 from trinity_sync.checkpoint.folder.contents import (
     Manifest,
     ManifestError,
+    NoManifestError,
     UnreadableError,
     read_manifest,
     write_manifest,
@@ -104,6 +105,14 @@ def keep_weights(folder: Path, target: Path, *, durable: bool) -> None:
     """Make another folder the weights-only checkpoint of a committed step, with links to its files. It stays when the
     step is replaced, set aside or deleted. What is there of an earlier call is replaced.
     """
+    try:
+        _link_weights(folder, target, durable)
+    except (FileNotFoundError, NoManifestError):  # without an atomic exchange, while a full checkpoint replaces it
+        time.sleep(1.0)
+        _link_weights(folder, target, durable)
+
+
+def _link_weights(folder: Path, target: Path, durable: bool) -> None:
     manifest = read_manifest(folder)
     files = tuple(entry for entry in manifest.files if entry.path.startswith(contents.WEIGHTS))
     draft = target.with_name(f".{target.name}")

@@ -27,7 +27,7 @@ from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from glob import has_magic
 from pathlib import Path
-from typing import TypedDict
+from typing import TYPE_CHECKING, TypedDict
 
 from trinity_sync.checkpoint.folder import catalog, commits, contents, deletion, leases
 from trinity_sync.checkpoint.folder.contents import (
@@ -45,16 +45,14 @@ from trinity_sync.host.urls import local_folder
 from trinity_sync.protocol.parts import FULL, FileEntry
 from trinity_sync.protocol.retention import Policy, decide
 
+if TYPE_CHECKING:
+    from trinity_sync.weights.part_delta import Point
+
 UPLOADING = ".uploading.json"
 ABANDONED = "manifest.abandoned.json"
 
 #: Of a run that is about to put its mark there.
 _CLAIM = ".claim-"
-_UNMARKED = (
-    f"the mark of this run, {MARK}, is not there any more; is the place mounted? If it is, name it to a resume: "
-    "checkpoint.mirror=..."
-)
-
 #: Files on their way at a time, each over a connection of its own.
 _STREAMS = 4
 _TICK_S = 1.0
@@ -75,6 +73,7 @@ class Mirror:
         open_storage: opens a connection; called once per thread.
         say: called with a sentence for each copy that is skipped or fetched.
         progress: called with (bytes here, bytes in all) about once a second during a download.
+        key: the setting that names the place, for errors.
     """
 
     def __init__(
@@ -83,11 +82,17 @@ class Mirror:
         owner: Owner,
         say: Callable[[str], object] = lambda text: None,
         progress: Callable[[int, int], object] = lambda done, total: None,
+        key: str = "checkpoint.mirror",
     ) -> None:
+        self._key = key
         self._open, self._owner = open_storage, owner
         self._storage = open_storage()
         self._say = say
         self._progress = progress
+
+    def say(self, text: str) -> None:
+        """Tell the user a sentence."""
+        self._say(text)
 
     # ---- whose it is
 
@@ -136,15 +141,21 @@ class Mirror:
                         f"it holds {_folder(step)}, and {owner.folder} has no record of it; name another place"
                     )
             if again and not steps:
-                raise RunError(_UNMARKED)
+                raise self._unmarked()
         elif mark.run != owner.run:
             if steps or mark.may_run(owner):
                 raise ForeignError(f"it {refusal(mark)}")
         elif not named and mark.may_be_of_another_copy(owner):
             raise ForeignError(
-                f"it belongs to {mark}, and {owner.folder} may be a copy of it; give checkpoint.mirror=... once more "
+                f"it belongs to {mark}, and {owner.folder} may be a copy of it; give {self._key}=... once more "
                 "to take it over"
             )
+
+    def _unmarked(self) -> RunError:
+        return RunError(
+            f"the mark of this run, {MARK}, is not there any more; is the place mounted? If it is, name it to a "
+            f"resume: {self._key}=..."
+        )
 
     def _mark(self) -> Owner | None:
         mark = self._owner_in(MARK)
@@ -160,7 +171,7 @@ class Mirror:
         """Check that the place still has the mark of this start of the run, before a write."""
         mark = self._mark()
         if mark is None:
-            raise RunError(_UNMARKED)
+            raise self._unmarked()
         if mark.run != self._owner.run or mark.session != self._owner.session:
             raise ForeignError(f"it was taken over by {mark}")
 
@@ -207,6 +218,15 @@ class Mirror:
             except ManifestError:
                 pass
         return found
+
+    def versions(self) -> list[Manifest]:
+        """List the manifests of the run whose mark the place has, the newest of the latest attempt first. Raises
+        ForeignError, NewerFormatError, UnreadableError.
+        """
+        mark = self._mark()
+        found = [] if mark is None else map(self._sound, self.steps())
+        ours = [one for one in found if one is not None and mark is not None and one.run == mark.run]
+        return sorted(ours, key=point_of, reverse=True)
 
     # ---- sending
 
@@ -327,6 +347,21 @@ class Mirror:
             self._delete(step)
         return sorted(deleted)
 
+    def prune_versions(self, root: Path) -> None:
+        """Delete versions that no follower needs, and torn copies of those that are not here any more. Raises
+        ForeignError if the place is not this run's.
+        """
+        self._check_mine()
+        oldest, local = oldest_needed(self.versions()), {info.step for info in catalog.scan(root)}
+        for step in self.steps():
+            manifest = self._sound(step)
+            if manifest is None:
+                gone = step not in local and self._unfinished(step)
+            else:
+                gone = self._is_ours(manifest) and point_of(manifest) < oldest
+            if gone:
+                self._delete(step)
+
     def _delete(self, step: int) -> None:
         folder = _folder(step)
         self._write_note(step)  # by which a later try knows what a broken one has left
@@ -350,7 +385,7 @@ class Mirror:
                 f"fetching the checkpoint of step {manifest.step} ({manifest.bytes / 1e6:.1f} MB) from the mirror"
             )
             try:
-                self._fetch(root, manifest)
+                self.fetch(root, manifest)
             except DamagedError as error:
                 self._say(f"the mirror's copy of step {manifest.step} is skipped: {error}")
                 continue
@@ -383,9 +418,10 @@ class Mirror:
                 yield manifest
         _refuse_past(unknown, step)
 
-    def _fetch(self, root: Path, manifest: Manifest) -> None:
+    def fetch(self, root: Path, manifest: Manifest) -> None:
+        """Fetch the files of a manifest, which may be a part of those of a step. Raises DamagedError."""
         folder = _folder(manifest.step)
-        staging = root / contents.STAGING / f"mirror-{manifest.step}-{manifest.attempt}"
+        staging = root / contents.STAGING / staged_name(manifest)
 
         def fetch(storage: Storage, entry: FileEntry) -> None:
             if catalog.difference(staging, entry, durable=True) is None:
@@ -450,6 +486,27 @@ def _refuse_past(unknown: Mapping[int, NewerFormatError], step: int) -> None:
     """Raise the error of the newest one after a step, if there is one."""
     if unknown and max(unknown) > step:
         raise unknown[max(unknown)]
+
+
+def staged_name(manifest: Manifest) -> str:
+    """Return the name of a step's folder while it is fetched."""
+    return f"mirror-{manifest.step}-{manifest.attempt}"
+
+
+def point_of(manifest: Manifest) -> Point:
+    """Return attempt and step."""
+    return (manifest.attempt, manifest.step)
+
+
+def is_base(manifest: Manifest) -> bool:
+    """Return whether a version's copy holds its whole weights."""
+    return any(path.startswith(contents.WEIGHTS) for path in manifest.paths)
+
+
+def oldest_needed(versions: Collection[Manifest]) -> Point:
+    """Return the last base but one, from which on versions are kept: a follower that has begun with it can go on."""
+    bases = sorted(point_of(one) for one in versions if is_base(one))
+    return bases[-2] if len(bases) > 1 else (0, 0)
 
 
 def _folder(step: int) -> str:

@@ -7,11 +7,13 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import shutil
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
 from multiprocessing.connection import Connection
@@ -20,11 +22,24 @@ from typing import TYPE_CHECKING, Literal, TypedDict, TypeVar, cast
 
 import tenacity
 
-from trinity_sync.checkpoint.folder.catalog import CheckpointInfo
-from trinity_sync.checkpoint.folder.contents import ManifestError, NewerFormatError, UnreadableError, step_dir
-from trinity_sync.checkpoint.folder.leases import CheckpointLease, lease_checkpoint
+from trinity_sync.checkpoint.folder.catalog import CheckpointInfo, scan
+from trinity_sync.checkpoint.folder.commits import keep_weights
+from trinity_sync.checkpoint.folder.contents import (
+    DELTAS,
+    MANIFEST,
+    Manifest,
+    ManifestError,
+    NewerFormatError,
+    UnreadableError,
+    file_entry,
+    link_or_copy,
+    read_manifest,
+    step_dir,
+    write_manifest,
+)
+from trinity_sync.checkpoint.folder.leases import CheckpointLease, lease_checkpoint, leased
 from trinity_sync.checkpoint.folder.owner import Owner, Recorded, manifests
-from trinity_sync.checkpoint.mirror.copies import DamagedError, ForeignError, Mirror, Storage
+from trinity_sync.checkpoint.mirror.copies import DamagedError, ForeignError, Mirror, Storage, oldest_needed, point_of
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.host import interrupts
 from trinity_sync.host.child_process import Channel, Child, start_child
@@ -32,7 +47,10 @@ from trinity_sync.host.masking import shown, without_secrets
 from trinity_sync.host.origin import shortened
 from trinity_sync.host.threads import run_when_idle
 from trinity_sync.host.urls import local_folder
+from trinity_sync.models.files import ModelFiles
+from trinity_sync.protocol.parts import FileEntry
 from trinity_sync.protocol.retention import Policy
+from trinity_sync.protocol.versions import Version
 from trinity_sync.tracking.events import FaultEvent, MirrorEvent
 
 if TYPE_CHECKING:
@@ -44,6 +62,7 @@ T = TypeVar("T")
 #: A place that is asked for the first time has so long to answer.
 _FIRST_S = 60.0
 _ADVICE = "; name a place that can be written to, with checkpoint.mirror_options where it needs them, or null"
+_STORE_ADVICE = "; name a place that can be written to, or null"
 #: What the monitor may need beyond its own limit before it answers.
 _ANSWER_S = 20.0
 #: A lease is renewed until its copy is done, between its tries too; of a monitor that was killed it ends by itself.
@@ -70,11 +89,18 @@ class RunMirror:
         """The place without secrets."""
         return shown(self.place)
 
-    def check(self, root: Path, recorded: Recorded = ()) -> None:
+    def check(self, root: Path, recorded: Recorded = (), *, required: bool = True) -> None:
         """Check before a run that the place can be written and is this run's, and put its mark there. Raises
-        ConfigError.
+        ConfigError; where the place is not `required`, only if another try would not help.
         """
-        self._ask(root, partial(Mirror.claim, **_claim(root, self.settings, recorded)))
+        try:
+            self._ask(root, partial(Mirror.claim, **_claim(root, self.settings, recorded)))
+        except ConfigError as error:
+            cause = error.__cause__
+            if required or not isinstance(cause, MirrorError) or cause.final:
+                raise
+            self.say(f"{self.settings.key}={self.name} does not answer now, and is tried again: {cause}")
+            return
         self.settings = replace(self.settings, marked=True)
 
     def look(self, root: Path) -> None:
@@ -98,7 +124,8 @@ class RunMirror:
         call(self.place, brief, self.owner, work, log=self.log)
 
     def _unusable(self, error: MirrorError) -> ConfigError:
-        return ConfigError(f"checkpoint.mirror={self.name} cannot be used: {error}{'' if error.final else _ADVICE}")
+        advice = "" if error.final else _ADVICE if self.settings.key == MirrorSettings.key else _STORE_ADVICE
+        return ConfigError(f"{self.settings.key}={self.name} cannot be used: {error}{advice}")
 
     def fetch_newer(
         self,
@@ -147,9 +174,18 @@ class RunMirror:
             missing = monitor.wait_mirrored(limit_s).result(
                 interrupts.left(limit_s + _ANSWER_S, interrupts.REST_S - 2.0)
             )
-            text = "; ".join(f"step {step} ({reason})" for step, reason in missing.items())
         except RunError as error:
-            text = f"not known, for the checkpoint monitor does not answer ({type(error).__name__})"
+            self._report(
+                f"not known, for the checkpoint monitor does not answer ({type(error).__name__})", limit_s, fault
+            )
+        else:
+            self.report_missing(missing, limit_s, fault)
+
+    def report_missing(self, missing: Mapping[int, str], limit_s: float, fault: Callable[[str, str], None]) -> None:
+        """Report the steps that are not at the place after a wait of so long, and why."""
+        self._report("; ".join(f"step {step} ({reason})" for step, reason in missing.items()), limit_s, fault)
+
+    def _report(self, text: str, limit_s: float, fault: Callable[[str, str], None]) -> None:
         if text:
             self.say(f"not copied to {self.name} within {round(limit_s, 1):g} s: {text}")
             fault(f"mirror {self.name}", f"not copied at the end of the run: {text}")
@@ -157,7 +193,8 @@ class RunMirror:
     def _check_apart(self, root: Path) -> None:
         folder = local_folder(self.place)
         if folder is not None and folder.resolve() == root.resolve():
-            raise ConfigError(f"checkpoint.mirror={self.place} is the checkpoint folder itself; name another place")
+            key = self.settings.key
+            raise ConfigError(f"{key}={self.place} is the checkpoint folder itself; name another place")
 
 
 class Uploads:
@@ -286,7 +323,8 @@ class Uploads:
             self._settle(step)
             self._told(step, "skipped", 0, 0.0, reason)
             return
-        work = partial(_copy, root=self._root, step=step, start=self._start, policies=self._policies)
+        bases = self._settings.keep == "bases"
+        work = partial(_copy, root=self._root, step=step, start=self._start, policies=self._policies, bases=bases)
         if self._claims:
             work = partial(work, claim=_claim(self._root, self._settings))
         with lease:
@@ -343,6 +381,138 @@ class Uploads:
         self._report(FaultEvent(where=where, error=text))
 
 
+# Versions for followers (`sync.store`). The place is laid out as a mirror. The folder of a version holds the deltas
+# that lead to it, and of a base also its weights and the model's files:
+#
+#     global_step_16/manifest.json
+#     global_step_16/deltas/rank-00000-from-0-15.delta
+#     global_step_16/actor/weights_rank-00000.safetensors, global_step_16/actor/huggingface/config.json
+#
+# Until a version is copied, its files are in a folder of links in that of the checkpoints.
+
+
+OUTGOING = "store"
+"""Folder of the links, in that of the deltas."""
+
+DELTA_FILES = "deltas"
+"""Folder of the deltas to a version."""
+
+_POLL_S = 0.05
+
+
+class VersionCopies:
+    """Copies published versions in their order, in the background (a `sync.base.VersionStore`).
+
+    Args:
+        checkpoints: the run's checkpoint folder.
+        store: the place.
+        model: folder of the model, with config and tokenizer; None: there is none.
+        start: as for `Uploads`.
+        report: called with the events, on threads.
+    """
+
+    def __init__(
+        self,
+        checkpoints: Path,
+        store: RunMirror,
+        *,
+        model: Path | None,
+        start: int | None,
+        report: Callable[[MirrorEvent | FaultEvent], object],
+    ) -> None:
+        self._root, self._store = checkpoints / DELTAS / OUTGOING, store
+        self._model = model
+        self._report = report
+        self._base: Manifest | None = None
+        shutil.rmtree(self._root, ignore_errors=True)
+        self._pool = ThreadPoolExecutor(1, "store")
+        self._completing: dict[int, Future[None]] = {}  # by step; those that have ended go with the next version
+        self._uploads = Uploads(
+            self._root, store.place, store.settings, owner=store.owner, policies=(), start=start, report=self._hear
+        )
+
+    def add(self, version: Version, digest: str | None, full: Path | None, deltas: Sequence[Path]) -> None:
+        folder = step_dir(self._root, version.step)
+        self._completing = self._incomplete()
+        try:
+            shutil.rmtree(folder, ignore_errors=True)
+            if full is not None:
+                keep_weights(full, folder, durable=False)
+            for path in deltas:
+                link_or_copy(path, folder / DELTA_FILES / path.name)
+            self._completing[version.step] = self._pool.submit(self._complete, version, digest, folder)
+        except (OSError, RunError, RuntimeError) as error:
+            self._give_up(version.step, folder, error)
+
+    def finish(self, limit_s: float) -> Mapping[int, str]:
+        """Wait for the copies under way, at most so long, and stop; return the steps that are not there, and why."""
+        deadline = time.monotonic() + limit_s
+        while (self._incomplete() or self._uploads.busy) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)
+        self._pool.shutdown(wait=False, cancel_futures=True)
+        missing = self._uploads.left() | dict.fromkeys(self._incomplete(), "its files were not read in time")
+        self._uploads.stop()
+        shutil.rmtree(self._root, ignore_errors=True)
+        return missing
+
+    def _incomplete(self) -> dict[int, Future[None]]:
+        return {step: future for step, future in self._completing.items() if future.cancelled() or not future.done()}
+
+    def _complete(self, version: Version, digest: str | None, folder: Path) -> None:
+        """Write the manifest of a version, and have it copied."""
+        try:
+            weights = self._add_model(folder) if (folder / MANIFEST).exists() else ()
+            if self._base is None:
+                raise RunError("the full version before it could not be copied")
+            paths = [path for path in sorted(folder.glob("*/**/*")) if path.is_file()]
+            names = [path.relative_to(folder).as_posix() for path in paths]
+            digested = {entry.path for entry in weights}
+            files = (*weights, *(file_entry(folder, name) for name in names if name not in digested))
+            manifest = replace(
+                self._base,
+                attempt=version.attempt,
+                step=version.step,
+                digest=digest,
+                created=time.time(),
+                files=files,
+                run=self._store.owner.run,
+            )
+            write_manifest(folder, manifest, durable=False)
+            self._drop_superfluous()
+        except (OSError, RunError) as error:
+            self._give_up(version.step, folder, error)
+        else:
+            self._uploads.add(version.step)
+
+    def _add_model(self, folder: Path) -> Sequence[FileEntry]:
+        """Add the model's files to a base; return its files of weights."""
+        manifest = read_manifest(folder)
+        if manifest.base is None and self._model is not None:  # an adapter is loaded without them
+            ModelFiles.read(self._model).write(folder / "actor" / "huggingface")
+        self._base = replace(manifest, files=())
+        return manifest.files
+
+    def _drop_superfluous(self) -> None:
+        """Delete versions that no follower will need: the place is slower than the run."""
+        waiting = [info.manifest for info in scan(self._root) if info.manifest is not None]
+        oldest, copied = oldest_needed(waiting), leased(self._root, now=time.time())
+        for one in waiting:
+            if point_of(one) < oldest and (one.step, one.attempt) not in copied:
+                shutil.rmtree(step_dir(self._root, one.step), ignore_errors=True)
+
+    def _hear(self, event: MirrorEvent | FaultEvent) -> None:
+        if isinstance(event, MirrorEvent) and event.state == "copied":
+            shutil.rmtree(step_dir(self._root, event.step), ignore_errors=True)
+        elif isinstance(event, MirrorEvent):
+            text = f"step {event.step} was not copied: the run publishes versions faster than the place takes them"
+            event = FaultEvent(where=f"copies to {self._store.name}", error=text)
+        self._report(event)
+
+    def _give_up(self, step: int, folder: Path, error: Exception) -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        self._report(FaultEvent(where=f"copy of step {step} to {self._store.name}", error=str(error)))
+
+
 # ---- done at the mirror, in a process of its own
 
 
@@ -367,16 +537,20 @@ def _copy(
     start: int | None,
     policies: Collection[Policy] | None,
     claim: _Claim | None = None,
+    *,
+    bases: bool = False,
 ) -> tuple[int, str | None]:
-    """Copy a checkpoint, then delete there what the policies give up. It yields to training, as do the threads that it
-    starts. Returns the bytes sent, and what hindered the deletion.
+    """Copy a checkpoint, then delete there what the policies give up, or for `bases` what no follower needs. It yields
+    to training, as do the threads that it starts. Returns the bytes sent, and what hindered the deletion.
     """
     run_when_idle()
     if claim is not None:
         mirror.claim(**claim)
     sent = mirror.upload(root, step, start=start)
     try:
-        if policies is not None:
+        if bases:
+            mirror.prune_versions(root)
+        elif policies is not None:
             mirror.prune(policies, root, now=time.time())
     except Exception as error:
         return sent, f"what retention gives up could not be deleted there: {described(error)}"
@@ -409,9 +583,11 @@ _MAX_BACKOFF_S = 60.0
 class MirrorSettings:
     """How a mirror is kept (`checkpoint.mirror_*`)."""
 
+    key: str = "checkpoint.mirror"  # the setting that names the place
     options: Mapping[str, object] = field(default_factory=dict)
-    # ``same``: the retention policies hold there too; ``all``: nothing is deleted there.
-    keep: Literal["same", "all"] = "same"
+    # ``same``: the retention policies hold there too; ``all``: nothing is deleted there; ``bases``: it holds versions,
+    # and those go that no follower needs.
+    keep: Literal["same", "all", "bases"] = "same"
     tries: int = 8
     backoff_s: float = 2.0
     timeout_s: float = 300.0  # a try that moves no bytes for so long is broken off
@@ -449,7 +625,9 @@ def call(
     except OSError as error:
         raise MirrorError(f"the copying process could not be started: {error}") from error
     with started as child:
-        _send(child.channel, (place, dict(settings.options), owner, work), min(_START_S, settings.timeout_s))
+        _send(
+            child.channel, (place, settings.key, dict(settings.options), owner, work), min(_START_S, settings.timeout_s)
+        )
         heard = time.monotonic()
         while stop is None or not stop.is_set():
             tick()
@@ -544,8 +722,8 @@ def serve(descriptor: int) -> None:
     threading.Thread(target=_end_with_parent, args=[connection], daemon=True).start()
     threading.Thread(target=_beat, args=[partial(send, "moving")], daemon=True).start()
     try:
-        place, options, owner, work = pickle.loads(asked)
-        mirror = Mirror(partial(Storage, place, options), owner, partial(send, "say"), partial(send, "progress"))
+        place, key, options, owner, work = pickle.loads(asked)
+        mirror = Mirror(partial(Storage, place, options), owner, partial(send, "say"), partial(send, "progress"), key)
         send("done", work(mirror))
     except Exception as error:
         lasting = ImportError | ManifestError | DamagedError | ForeignError

@@ -1,0 +1,303 @@
+"""`trinity-sync follow` over a local store: which version is in the folder, and what is taken for it."""
+
+from __future__ import annotations
+
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.checkpoint.mirror_places import OWNER
+from tests.checkpoint.stores import LIMIT_S, PretendRun, calls_here, state
+from trinity_sync.checkpoint.folder.contents import read_manifest, write_manifest
+from trinity_sync.checkpoint.mirror.copies import Mirror
+from trinity_sync.checkpoint.mirror.follower import VersionFollower
+from trinity_sync.checkpoint.mirror.run_mirror import MirrorError, MirrorSettings, call
+from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.protocol.versions import Version
+
+
+@pytest.fixture(scope="module", autouse=True)
+def here() -> Iterator[None]:
+    """Work at the store is done in this process, but by the tests of killed processes."""
+    with calls_here():
+        yield
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory, here: None) -> Path:
+    """A store with the versions of steps 1 to 5; 1 and 4 are bases."""
+    folder = tmp_path_factory.mktemp("template")
+    PretendRun(folder / "run", str(folder / "store")).publish_all(1, 2, 3, 4, 5)
+    return folder / "store"
+
+
+@pytest.fixture
+def store(template: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(template, tmp_path / "store"))
+
+
+def hide(store: Path, *steps: int) -> None:
+    """Let the store be as before these versions."""
+    for step in steps:
+        (store / f"global_step_{step}").rename(store.with_name(f"hidden-{step}"))
+
+
+def show(store: Path, *steps: int) -> None:
+    for step in steps:
+        store.with_name(f"hidden-{step}").rename(store / f"global_step_{step}")
+
+
+class Kept:
+    """A folder that follows a store."""
+
+    def __init__(self, store: Path, into: Path) -> None:
+        self.into, self.said = into, list[str]()
+        self.follower = VersionFollower(str(store), into, self.said.append)
+        self.follower.open()
+
+    def update(self) -> bool:
+        return self.follower.update()
+
+    def check(self, step: int) -> None:
+        """Check that the folder has this version, bit for bit, and nothing else."""
+        self.follower.tidy()
+        assert self.follower.version == Version(0, step)
+        found = load_file(self.into / "current" / "model.safetensors")
+        wanted = state(step)
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+        assert (self.into / "current" / "config.json").is_file()
+        assert len([path for path in self.into.iterdir() if path.name.startswith("version")]) == 1
+        own = {path.name for path in (self.into / ".follow").iterdir()}
+        assert own <= {"held", "lock", "log"}
+
+
+def test_a_new_follower_takes_the_newest_version(store: Path, tmp_path: Path) -> None:
+    kept = Kept(store, tmp_path / "into")
+    assert kept.update()
+    kept.check(5)
+    assert not kept.update()
+    assert kept.said == []
+
+
+def without_weights(store: Path, step: int) -> None:
+    for path in (store / f"global_step_{step}" / "actor").glob("weights_*"):
+        path.unlink()
+
+
+def deltas(store: Path, step: int) -> list[Path]:
+    return sorted((store / f"global_step_{step}" / "deltas").glob("*.delta"))
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.fixture
+def kept(store: Path, tmp_path: Path) -> Kept:
+    """A folder at version 2 of the store, which has got 3 to 5 since."""
+    hide(store, 3, 4, 5)
+    kept = Kept(store, tmp_path / "into")
+    assert kept.update()
+    kept.check(2)
+    show(store, 3, 4, 5)
+    return kept
+
+
+def test_deltas_are_taken_over_what_is_held(store: Path, kept: Kept) -> None:
+    without_weights(store, 1)
+    without_weights(store, 4)
+    assert kept.update()
+    kept.check(5)
+
+
+def test_the_newest_base_is_taken_where_deltas_are_lost(store: Path, kept: Kept) -> None:
+    deltas(store, 3)[0].unlink()
+    assert kept.update()
+    kept.check(5)
+    assert "is missing" in kept.said[0]
+
+
+@pytest.mark.parametrize("harm", [Path.unlink, flip], ids=["lost", "damaged"])
+def test_an_older_version_is_taken_where_nothing_leads_to_the_newest(store: Path, kept: Kept, harm: object) -> None:
+    harm(deltas(store, 5)[1])  # type: ignore[operator]
+    assert kept.update()
+    kept.check(4)
+    assert "version 5 is skipped" in kept.said[-1]
+
+
+def test_a_version_without_its_manifest_is_none(store: Path, kept: Kept) -> None:
+    (store / "global_step_5" / "manifest.json").unlink()
+    assert kept.update()
+    kept.check(4)
+
+
+def test_the_last_version_stays_where_nothing_leads_further(store: Path, kept: Kept) -> None:
+    for step in (3, 4, 5):
+        deltas(store, step)[0].unlink()
+    without_weights(store, 4)
+    with pytest.raises(RunError, match="no newer version can be made"):
+        kept.update()
+    kept.check(2)
+
+
+def test_the_last_version_stays_where_the_store_is_away(store: Path, kept: Kept) -> None:
+    store.rename(store.with_name("away"))
+    with pytest.raises(RunError, match="no version yet"):
+        kept.update()
+    kept.check(2)
+
+
+def test_held_parts_that_were_changed_are_found_and_not_served(store: Path, kept: Kept) -> None:
+    for path in (kept.into / ".follow" / "held" / "actor").glob("weights_*"):
+        flip(path)
+    with pytest.raises(RunError, match="version 5 cannot be made"):
+        kept.update()
+    kept.check(2)
+    assert kept.update()  # begins with the base
+    kept.check(5)
+
+
+def test_weights_without_the_digest_of_the_version_are_not_served_and_not_fetched_again(
+    store: Path, tmp_path: Path
+) -> None:
+    manifest = read_manifest(store / "global_step_5")
+    write_manifest(store / "global_step_5", replace(manifest, digest="0" * 32))
+    kept = Kept(store, tmp_path / "into")
+    with pytest.raises(RunError, match="version 5 cannot be made"):
+        kept.update()
+    assert kept.follower.version is None
+    assert kept.update()
+    kept.check(4)
+
+
+def test_the_versions_of_a_resumed_run_are_newer(store: Path, kept: Kept, tmp_path: Path) -> None:
+    assert kept.update()
+    run = PretendRun(tmp_path / "run", str(store), attempt=1, owner=replace(OWNER, session="2"))
+    run.publish_all(3, 4)
+    assert kept.update()
+    assert kept.follower.version == Version(1, 4)
+    assert not (store / "global_step_5" / "manifest.json").exists()
+
+
+def test_versions_before_the_last_base_but_one_are_deleted(store: Path, tmp_path: Path) -> None:
+    run = PretendRun(tmp_path / "run", str(store), owner=replace(OWNER, session="2"))
+    run.publish_all(6, 7, 8, 9)
+    left = sorted(int(path.name.removeprefix("global_step_")) for path in store.glob("global_step_*"))
+    assert left == [6, 7, 8, 9]
+    assert not (run.checkpoints / ".deltas" / "store").exists()
+
+
+def test_a_second_follower_of_a_folder_is_refused(store: Path, kept: Kept) -> None:
+    with pytest.raises(ConfigError, match="is in use by another"):
+        Kept(store, kept.into)
+
+
+def test_a_store_that_refuses_delays_no_run_and_gets_the_next_versions(tmp_path: Path) -> None:
+    place = tmp_path / "store"
+    place.write_text("no folder")
+    run = PretendRun(tmp_path / "run", str(place), tries=1)
+    run.publish(1)
+    run.publish(2)
+    assert "global_step_1" not in run.events.wait_for("fault", 2)[0]["error"]
+    place.unlink()
+    run.publish_all(3)
+    assert {event["step"] for event in run.events.of("mirror")} == {1, 2, 3}
+
+
+def test_versions_that_a_slow_store_need_not_have_are_left_out(tmp_path: Path) -> None:
+    place = tmp_path / "store"
+    place.write_text("no folder")
+    run = PretendRun(tmp_path / "run", str(place), tries=100, backoff_s=0.2)
+    run.publish(1)
+    run.events.wait_for("fault")
+    for step in range(2, 11):  # 7 and 10 are bases
+        run.publish(step)
+    place.unlink()
+    run.publish_all()
+    assert {event["step"] for event in run.events.of("mirror")} == {1, 7, 8, 9, 10}
+    assert any("faster than the place takes them" in event["error"] for event in run.events.of("fault"))
+
+
+KILLED = """
+import os, signal, sys
+from pathlib import Path
+from trinity_sync.checkpoint.mirror import follower
+store, into, owner, name = sys.argv[1:]
+of = follower if owner == "module" else getattr(follower, owner)
+before = getattr(of, name)
+def last(*arguments, **named):
+    if name in ("apply", "call"):
+        before(*arguments, **named)
+    os.kill(os.getpid(), signal.SIGKILL)
+found = follower.VersionFollower(store, Path(into), print)
+found.open()
+setattr(of, name, last)
+found.update()
+found.tidy()
+"""
+
+
+@pytest.mark.parametrize(
+    "point",
+    [
+        "PartDelta.apply",
+        *(
+            pytest.param(point, marks=pytest.mark.all)
+            for point in (
+                "module.call",
+                "VersionFollower._write",
+                "module.replace_file",
+                "Path.symlink_to",
+                "VersionFollower.tidy",
+            )
+        ),
+    ],
+)
+def test_a_follower_that_is_killed_leaves_a_complete_version_and_the_next_goes_on(
+    kept: Kept, store: Path, tmp_path: Path, point: str
+) -> None:
+    into = tmp_path / "killed"
+    shutil.copytree(kept.into, into, symlinks=True)
+    done = subprocess.run([sys.executable, "-c", KILLED, store, into, *point.split(".")], check=False, timeout=120)
+    assert done.returncode == -signal.SIGKILL
+    found = load_file(into / "current" / "model.safetensors")
+    assert any(
+        all(torch.equal(found[name], tensor) for name, tensor in state(step).items())
+        for step in ((2,) if point != "VersionFollower.tidy" else (5,))
+    )
+    after = Kept(store, into)
+    assert after.update() == (point != "VersionFollower.tidy")
+    after.check(5)
+
+
+def test_the_end_of_a_run_waits_for_the_files_of_a_version_no_longer_than_for_its_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that does not answer must not hold the run."""
+    run, stuck = PretendRun(tmp_path / "run", str(tmp_path / "store")), threading.Event()
+    monkeypatch.setattr(run.copies, "_add_model", lambda folder: stuck.wait(LIMIT_S))
+    run.publish(1)
+    began = time.monotonic()
+    assert run.copies.finish(0.2) == {1: "its files were not read in time"}
+    assert time.monotonic() - began < LIMIT_S / 2
+    stuck.set()
+
+
+def test_a_store_names_its_own_setting_in_errors(tmp_path: Path) -> None:
+    settings = MirrorSettings(key="sync.store", timeout_s=LIMIT_S)
+    with pytest.raises(MirrorError, match=r"name it to a resume: sync\.store=\.\.\."):
+        call(str(tmp_path), settings, OWNER, partial(Mirror.claim, again=True))

@@ -1,0 +1,170 @@
+"""`trinity-sync follow`: what it prints, its exit codes, and what it tells an engine."""
+
+from __future__ import annotations
+
+import http.server
+import json
+import shutil
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.checkpoint.stores import PretendRun, calls_here
+from trinity_sync.checkpoint.mirror import follower
+from trinity_sync.cli import main as cli
+
+Capture = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def here() -> Iterator[None]:
+    """Work at the store is done in this process, and folders are not locked until its end."""
+    with calls_here() as patch:
+        patch.setattr(follower, "try_lock", lambda descriptor: True)
+        yield
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory, here: None) -> Path:
+    folder = tmp_path_factory.mktemp("template")
+    PretendRun(folder / "run", str(folder / "store")).publish_all(1, 2)
+    return folder / "store"
+
+
+@pytest.fixture
+def store(template: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(template, tmp_path / "store"))
+
+
+class Engine(http.server.ThreadingHTTPServer):
+    """A server that speaks what SGLang and vLLM answer to, and notes it."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[str, object]] = []
+        self.refuses = ""  # this path
+
+        class Handler(http.server.BaseHTTPRequestHandler):
+            server: Engine
+
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                self.server.asked.append((self.path, json.loads(body or b"null")))
+                refused = self.path == self.server.refuses
+                self._answer(400 if refused else 200, {"success": not refused, "message": "no such model"})
+
+            def do_GET(self) -> None:
+                self._answer(200, {})
+
+            def _answer(self, status: int, body: object) -> None:
+                self.send_response(status)
+                self.end_headers()
+                self.wfile.write(json.dumps(body).encode())
+
+            def log_message(self, *_: object) -> None:
+                pass
+
+        super().__init__(("127.0.0.1", 0), Handler)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.server_port}"
+
+
+@pytest.fixture
+def engine() -> Iterator[Engine]:
+    with Engine() as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield server
+        server.shutdown()
+
+
+def follow(store: Path, *arguments: object) -> int:
+    return cli.main(["follow", str(store), "--once", *map(str, arguments)])
+
+
+def test_sglang_is_told_of_the_folder_after_the_link_has_moved(
+    store: Path, tmp_path: Path, engine: Engine, capsys: Capture
+) -> None:
+    assert follow(store, "--into", tmp_path / "into", "--notify", engine.url) == 0
+    assert engine.asked == [("/update_weights_from_disk", {"model_path": str(tmp_path / "into" / "current")})]
+    out, err = capsys.readouterr()
+    assert "version 2 in" in out
+    assert f"version 2 loaded by {engine.url}" in out
+    assert err == ""
+
+
+def test_vllm_is_paused_while_it_loads(store: Path, tmp_path: Path, engine: Engine) -> None:
+    assert follow(store, "--into", tmp_path / "into", "--notify", engine.url, "--engine", "vllm") == 0
+    load = {"method": "reload_weights", "kwargs": {"weights_path": str(tmp_path / "into" / "current")}}
+    assert engine.asked == [("/pause?mode=wait", None), ("/collective_rpc", load), ("/resume", None)]
+
+
+def test_an_engine_that_refuses_is_reported_and_asked_again(
+    store: Path, tmp_path: Path, engine: Engine, capsys: Capture
+) -> None:
+    engine.refuses = "/update_weights_from_disk"
+    arguments = ("--into", tmp_path / "into", "--notify", engine.url)
+    assert follow(store, *arguments) == 1
+    assert "failed to load version 2: " in capsys.readouterr().err
+    assert (tmp_path / "into" / "current" / "config.json").is_file()
+    engine.refuses = ""
+    assert follow(store, *arguments) == 0
+    assert len(engine.asked) == 2
+
+
+def test_an_engine_that_comes_later_loads_the_version_at_the_next_look(
+    store: Path, tmp_path: Path, engine: Engine, capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine.refuses = "/update_weights_from_disk"
+    looks: list[float] = []
+
+    def sleep(seconds: float) -> None:
+        looks.append(seconds)
+        if len(looks) == 2:
+            engine.refuses = ""
+        if len(looks) == 4:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr("trinity_sync.cli.weights_commands.time.sleep", sleep)
+    command = ["follow", str(store), "--into", str(tmp_path / "into"), "--notify", engine.url]
+    assert cli.main(command) == 130
+    assert len(engine.asked) == 3
+    out, err = capsys.readouterr()
+    assert err.count("it is asked again at each look") == 1
+    assert out.count(f"version 2 loaded by {engine.url}") == 1
+
+
+def test_an_engine_that_is_away_does_not_hinder_the_folder(store: Path, tmp_path: Path, capsys: Capture) -> None:
+    with Engine() as gone:
+        url = gone.url
+    assert follow(store, "--into", tmp_path / "into", "--notify", url) == 1
+    assert f"the SGLang server at {url}" in capsys.readouterr().err
+    assert (tmp_path / "into" / "current" / "config.json").is_file()
+
+
+def test_a_store_without_a_version_is_told(tmp_path: Path, capsys: Capture) -> None:
+    assert follow(tmp_path / "nothing", "--into", tmp_path / "into") == 1
+    assert "there is no version yet; there is none here yet" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "right"),
+    [
+        (["s4://bucket/run", "--into", "into"], "URL is s4://bucket/run, but fsspec knows no s4://"),
+        (["store", "--into", "taken"], "/taken is not empty"),
+        (["store", "--into", "into", "--notify", "localhost:30000"], "--notify localhost:30000 is no address"),
+        (["store", "--into", "into", "--every", "0"], "'0' is not a number of seconds"),
+        (["store"], "--into"),
+    ],
+)
+def test_a_wrong_command_line_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture, arguments: list[str], right: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "file").touch()
+    assert cli.main(["follow", *arguments]) == 2
+    assert right in capsys.readouterr().err
+    assert not (tmp_path / "into").exists()
