@@ -197,7 +197,7 @@ TESTS: Mapping[str, Mapping[str, tuple[str, ...]]] = {
         ),
         "actor.ulysses_sequence_parallel_size": (ENGINE,),
         "trainer.save_freq": (
-            "e2e/test_resume.py::test_a_resumed_run_ends_with_the_same_digests",
+            "e2e/test_short_runs.py::test_a_resumed_run_ends_with_the_same_digests",
             "trainer/test_saves.py::test_a_save_is_committed_behind_the_trainers_back_and_recorded",
         ),
         "trainer.max_actor_ckpt_to_keep": (

@@ -177,7 +177,7 @@ def test_what_may_pass_is_tried_again_and_what_stays_is_not(there: Path, error: 
 def test_a_copying_process_ends_with_its_parent(there: Path, tmp_path: Path) -> None:
     child, connection = start_child(module.__name__, tmp_path / "log")
     with child:
-        connection.send((str(there), {}, OWNER, linger))
+        connection.send((str(there), None, {}, OWNER, linger))
         assert connection.poll(LIMIT_S)
         assert connection.recv() == ("say", "begun")
         connection.close()  # as the end of the parent does

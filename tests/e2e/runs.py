@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -261,22 +261,24 @@ with ray_kept():
 print(*codes)
 """
 
+Commands = Sequence[tuple[Path, Sequence[str]]]
+"""Commands of `trinity-sync`, each with the folder of its run; those that begin a run begin it there."""
 
-def in_one_program(commands: Mapping[Path, Sequence[str]]) -> list[Run]:
-    """Run commands of `trinity-sync` one after the other, with one Ray, as the jobs of a sweep have: where a second
-    start of Ray and of all its processes would test nothing new.
 
-    Args:
-        commands: by the folder of their runs; those that begin a run begin it there.
+def start_in_one_program(commands: Commands) -> Started:
+    """Begin commands that run one after the other, with one Ray, as the jobs of a sweep have: where a second start of
+    Ray and of all its processes would test nothing new. The folder of what is returned is that of the last one.
     """
-    given = [
-        [*words, *([f"hydra.run.dir={folder}"] if words[0] == "run" else [])] for folder, words in commands.items()
-    ]
-    started = start(next(iter(commands)), json.dumps(given), command=["-c", _PROGRAM])
-    output, _ = started.process.communicate(timeout=LIMIT_S)
+    given = [[*words, *([f"hydra.run.dir={folder}"] if words[0] == "run" else [])] for folder, words in commands]
+    return start(commands[-1][0], json.dumps(given), command=["-c", _PROGRAM])
+
+
+def ends_of(started: Started, commands: Commands) -> list[Run]:
+    """What came of each of the commands that run in one program; the output is that of all."""
+    output = started.finish(2 * LIMIT_S).output
     codes = output.splitlines()[-1].split()
     assert len(codes) == len(commands), output
-    return [Run(folder, int(code), output) for folder, code in zip(commands, codes, strict=True)]
+    return [Run(folder, int(code), output) for (folder, _), code in zip(commands, codes, strict=True)]
 
 
 def kill_at(started: Started, text: str, victim: Callable[[Started], int], signum: int = signal.SIGKILL) -> None:

@@ -12,7 +12,7 @@ from tests.e2e.runs import Run, launch, resume
 from tests.models.test_shapes import SMALL
 from trinity_sync.cli import main as cli
 
-pytestmark = pytest.mark.all  # tests/sync tries the same parts, test_resume.py a run
+pytestmark = pytest.mark.all  # tests/sync tries the same parts, test_short_runs.py a run
 
 MODES = ("checkpoint", "memory", "nccl")
 DELTA = ("sync.encoding=delta", "sync.delta.full_every=2", "trainer.lr=1e-5")

@@ -9,13 +9,12 @@ import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.e2e.runs import Run, kill_at, launch, resume, start
+from tests.e2e.runs import LIMIT_S, Run, Started, kill_at, launch, resume, start
 from trinity_sync.checkpoint.folder import catalog
 
 LONG = ("trainer.steps=400", "checkpoint.interval=5")
@@ -58,26 +57,31 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-@pytest.mark.parametrize(
-    "end",
-    [
-        pytest.param(lambda pid: os.killpg(pid, signal.SIGINT), id="ctrl_c"),  # a terminal tells all in the foreground
-        pytest.param(lambda pid: os.kill(pid, signal.SIGTERM), id="sigterm", marks=pytest.mark.all),
-    ],
-)
-def test_a_signal_ends_a_run_cleanly(folder: Path, end: Callable[[int], None]) -> None:
-    started = start(folder, *LONG_ENOUGH)
-    started.wait_for_line("step 12/120")
+def interrupt(started: Started, signum: int = signal.SIGINT) -> Path:
+    """Tell a run of `LONG_ENOUGH` to end while it trains, by a Ctrl-C or by telling its driver; where its Ray is."""
+    started.wait_for_line("step 12/120", 2 * LIMIT_S)  # other runs may come first
     pid = started.process.pid
     (ray_folder,) = ray_folders(pid)
     assert any("/dev/shm/" in place for place in leftovers(pid))
     assert any("node-agent" in place or "NodeAgent" in place for place in leftovers(pid))
-    end(pid)
-    run = started.finish()
+    # a terminal tells all in the foreground
+    (os.killpg if signum == signal.SIGINT else os.kill)(pid, signum)
+    return ray_folder
+
+
+def assert_interrupted(run: Run, pid: int, ray_folder: Path) -> None:
     assert run.code == 130, run.output
     assert run.record["status"] == "interrupted"
     assert_ended_clean(run, pid)
     assert not ray_folder.exists()
+
+
+@pytest.mark.all  # in `make test` a Ctrl-C ends the last run of `test_short_runs`
+@pytest.mark.parametrize("signum", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_run_cleanly(folder: Path, signum: int) -> None:
+    started = start(folder, *LONG_ENOUGH)
+    ray_folder = interrupt(started, signum)
+    assert_interrupted(started.finish(), started.process.pid, ray_folder)
 
 
 def processes(run_pid: int) -> list[psutil.Process]:

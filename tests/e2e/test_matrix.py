@@ -1,6 +1,6 @@
 """Every FSDP backend with every sync mode, ranks and explorers: the same weights have the same digest everywhere.
 
-`make test` has whole runs of each mode elsewhere: nccl in `test_resume.py`, memory in `test_free.py`, checkpoint in
+`make test` has whole runs of each mode elsewhere: nccl in `test_short_runs.py`, memory in `test_free.py`, checkpoint in
 `test_lora.py`.
 """
 
