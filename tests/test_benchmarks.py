@@ -51,7 +51,7 @@ def test_a_write_is_measured_with_a_crc_and_without(tmp_path: Path) -> None:
 
 
 def test_deltas_are_measured_beside_other_codes_and_bounds(tmp_path: Path) -> None:
-    found = run(tmp_path, "delta.py", "--elements", "1e5")
+    found = run(tmp_path, "delta.py", "--elements", "1e5", "--only", "size", "speed", "rows")
     assert {(one["data"], one["steps"]) for one in found["size"]} == {
         (data, n) for data in ("white", "adam") for n in (1, 4, 16)
     }

@@ -58,6 +58,13 @@ def linger(mirror: Mirror) -> None:
     time.sleep(10 * LIMIT_S)
 
 
+def stand_still(mirror: Mirror) -> None:
+    """Work at a mirror that says again and again how far it is, which is always the same."""
+    while True:
+        mirror._progress(1, 10)
+        time.sleep(0.1)
+
+
 def fail(mirror: Mirror, error: Exception) -> None:
     """Work at a mirror that fails."""
     raise error

@@ -2,28 +2,36 @@
 
 from __future__ import annotations
 
+import errno
 import shutil
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.checkpoint.mirror_places import OWNER
+from tests.checkpoint.histories import commit_weights
+from tests.checkpoint.mirror_places import OWNER, marked
 from tests.checkpoint.stores import LIMIT_S, PretendRun, calls_here, state
+from trinity_sync.checkpoint import export
 from trinity_sync.checkpoint.folder.contents import read_manifest, write_manifest
-from trinity_sync.checkpoint.mirror.copies import Mirror
+from trinity_sync.checkpoint.mirror import follower
+from trinity_sync.checkpoint.mirror.copies import Mirror, Storage
 from trinity_sync.checkpoint.mirror.follower import VersionFollower
 from trinity_sync.checkpoint.mirror.run_mirror import MirrorError, MirrorSettings, call
+from trinity_sync.cli import main as cli
 from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.models.files import ModelFiles
 from trinity_sync.protocol.versions import Version
 
 
@@ -301,3 +309,106 @@ def test_a_store_names_its_own_setting_in_errors(tmp_path: Path) -> None:
     settings = MirrorSettings(key="sync.store", timeout_s=LIMIT_S)
     with pytest.raises(MirrorError, match=r"name it to a resume: sync\.store=\.\.\."):
         call(str(tmp_path), settings, OWNER, partial(Mirror.claim, again=True))
+
+
+# ---- a disk, a store or a link that fails
+
+
+def test_what_has_arrived_stays_for_the_next_look(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the command tidies up between two looks."""
+    reads = list[str]()
+
+    def get(storage: Storage, name: str, path: Path, of: Callable[..., None] = Storage.get) -> None:
+        reads.append(name)
+        if len(reads) == 4:
+            raise ConnectionResetError("the connection was reset")
+        of(storage, name, path)
+
+    monkeypatch.setattr(Storage, "get", get)
+    command = ["follow", str(store), "--into", str(tmp_path / "into"), "--once"]
+    assert cli.main(command) == 1
+    assert cli.main(command) == 0
+    again = [name for name in set(reads) if reads.count(name) > 1]
+    assert len(again) <= 2, f"files that had arrived were fetched again: {again}"
+
+
+def test_a_version_for_which_there_was_no_room_is_taken_once_there_is(
+    kept: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as full:
+        full.setattr(export.shutil, "disk_usage", lambda path: SimpleNamespace(total=10**6, free=1))
+        for _ in range(2):
+            with pytest.raises(RunError, match="are free there"):
+                kept.update()
+    monkeypatch.setattr(Storage, "get", Mock(side_effect=AssertionError("it was there already")))
+    assert kept.update()
+    kept.check(5)
+
+
+def test_a_link_that_cannot_be_read_now_costs_no_version(kept: Kept, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as away:
+        away.setattr(Path, "readlink", Mock(side_effect=OSError(errno.ESTALE, "Stale file handle")))
+        with pytest.raises(RunError, match="Stale file handle"):
+            kept.update()
+        kept.follower.tidy()
+        assert kept.follower.version is None
+    kept.check(2)
+
+
+def test_an_old_version_of_which_a_reader_has_files_holds_up_nothing(
+    kept: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (kept.into / "version-0-1-aaaaaaaa").mkdir()
+
+    def rmtree(path: Path, ignore_errors: bool = False, of: Callable[..., None] = shutil.rmtree) -> None:
+        if path.name != "version-0-1-aaaaaaaa":
+            of(path, ignore_errors=ignore_errors)
+        elif not ignore_errors:
+            raise OSError(errno.ENOTEMPTY, "Directory not empty")
+
+    monkeypatch.setattr(follower.shutil, "rmtree", rmtree)
+    assert kept.update()
+    assert kept.follower.version == Version(0, 5)
+
+
+def test_what_is_held_stays_until_another_base_has_arrived(store: Path, kept: Kept) -> None:
+    """The base of step 4 has fewer bytes than the deltas; it is damaged, so these are taken."""
+    for path in (store / "global_step_4" / "actor").glob("weights_*"):
+        flip(path)
+    for step in (3, 4, 5):
+        cheaper_base(store, step)
+    assert kept.update()
+    kept.check(5)
+
+
+def cheaper_base(store: Path, step: int) -> None:
+    """Let a base seem to have fewer bytes than deltas."""
+    folder = store / f"global_step_{step}"
+    manifest = read_manifest(folder)
+    files = tuple(replace(one, bytes=0) if one.path.startswith("actor/weights") else one for one in manifest.files)
+    write_manifest(folder, replace(manifest, files=files))
+
+
+def test_a_version_whose_files_cannot_be_read_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = PretendRun(tmp_path / "run", str(tmp_path / "store"))
+    monkeypatch.setattr(ModelFiles, "read", Mock(side_effect=ConfigError("config.json cannot be read")))
+    run.publish(1)
+    [fault] = run.events.wait_for("fault")
+    assert "config.json cannot be read" in fault["error"]
+    run.copies.finish(LIMIT_S)
+
+
+def test_a_checkpoint_in_the_place_of_a_version_is_neither_replaced_nor_deleted(tmp_path: Path) -> None:
+    """As in the mirror of the same run."""
+    place = tmp_path / "store"
+    run = PretendRun(tmp_path / "run", str(place), tries=1)
+    for step in (1, 2):
+        full = commit_weights(place, step, state(step))
+        write_manifest(full, replace(read_manifest(full), kind="full", run=OWNER.run))
+    marked(str(place))
+    for step in (1, 2, 3, 4, 5, 6, 7):
+        run.publish(step)
+    missing = run.copies.finish(LIMIT_S)
+    assert set(missing) == {1, 2}
+    assert "is a checkpoint of this run, and not a version" in missing[1]
+    assert [read_manifest(place / f"global_step_{step}").kind for step in (1, 2)] == ["full", "full"]

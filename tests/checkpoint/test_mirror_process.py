@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 
-from tests.checkpoint.mirror_places import LIMIT_S, OWNER, asked, fail, linger, quick
+from tests.checkpoint.mirror_places import LIMIT_S, OWNER, asked, fail, linger, quick, stand_still
 from trinity_sync.checkpoint.folder.contents import ManifestError, NewerFormatError, NoManifestError, UnreadableError
 from trinity_sync.checkpoint.mirror import run_mirror
 from trinity_sync.checkpoint.mirror import run_mirror as module
@@ -182,6 +182,11 @@ def test_a_copying_process_ends_with_its_parent(there: Path, tmp_path: Path) -> 
         assert connection.recv() == ("say", "begun")
         connection.close()  # as the end of the parent does
         assert child.wait(LIMIT_S) == 1
+
+
+def test_a_copying_process_that_only_says_how_far_it_is_moves_nothing(there: Path) -> None:
+    with pytest.raises(MirrorError, match=r"nothing moved for 2 s"):
+        asked(str(there), quick(options={}, timeout_s=2.0), stand_still)
 
 
 def say_words(mirror: Mirror) -> None:

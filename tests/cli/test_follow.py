@@ -6,14 +6,17 @@ import http.server
 import json
 import shutil
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from tests.checkpoint.stores import PretendRun, calls_here
 from trinity_sync.checkpoint.mirror import follower
 from trinity_sync.cli import main as cli
+from trinity_sync.cli import weights_commands
 
 Capture = pytest.CaptureFixture[str]
 
@@ -127,7 +130,7 @@ def test_an_engine_that_comes_later_loads_the_version_at_the_next_look(
         if len(looks) == 4:
             raise KeyboardInterrupt
 
-    monkeypatch.setattr("trinity_sync.cli.weights_commands.time.sleep", sleep)
+    monkeypatch.setattr(weights_commands, "time", SimpleNamespace(sleep=sleep, monotonic=time.monotonic))
     command = ["follow", str(store), "--into", str(tmp_path / "into"), "--notify", engine.url]
     assert cli.main(command) == 130
     assert len(engine.asked) == 3

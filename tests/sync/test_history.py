@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from tests.sync.helpers import PretendTrainer
-from tests.sync.test_deltas import Run, also, flip, make_trainer
+from tests.sync.helpers import LIMIT, PretendTrainer, empty, make_loader
+from tests.sync.test_deltas import Run, also, assert_holds, flip, make_trainer
 from tests.sync.test_loading import FolderStore, side_of
 from tests.weights.helpers import reference_digest
 from trinity_sync.actors.agent_client import AgentClient
@@ -19,6 +20,7 @@ from trinity_sync.checkpoint.export import restore_version
 from trinity_sync.checkpoint.folder.catalog import history, history_bytes, verify
 from trinity_sync.checkpoint.folder.commits import keep_weights
 from trinity_sync.checkpoint.folder.contents import Manifest, file_entry, write_manifest
+from trinity_sync.checkpoint.folder.leases import lease_checkpoint
 from trinity_sync.checkpoint.folder.recovery import recover
 from trinity_sync.checkpoint.reading.verl_shards import open_parts
 from trinity_sync.errors import RunError
@@ -252,3 +254,24 @@ def test_deltas_without_a_history_go_with_their_attempt(run: Remembered) -> None
         path.unlink()
     recover(run.root)
     assert not run.deltas.exists()
+
+
+def test_a_version_is_taken_in_full_where_explorers_lease_the_folders_that_they_read(
+    trainer: PretendTrainer, tmp_path: Path
+) -> None:
+    """The files that agents write for one explorer are no checkpoint, so there is nothing to lease."""
+
+    @contextmanager
+    def lease(folder: Path, version: Version) -> Iterator[Callable[[], None]]:
+        with lease_checkpoint(folder.parent, version.step, reader="explorer-0", seconds=LIMIT) as held:
+            yield lambda: held.renew(LIMIT)
+
+    run = Run(trainer, tmp_path, store=CommittedStore(tmp_path))
+    here = empty(run.weights)
+    loader = make_loader(trainer, here, transport=run._mode.transport(run.side(lease_folder=lease)))
+    for _ in range(2):
+        run.publish()
+        assert assert_holds(loader, here, run).fault is None
+    run.publish()
+    run.lose()
+    assert "cannot be read" in str(assert_holds(loader, here, run).fault)

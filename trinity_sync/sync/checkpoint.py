@@ -88,7 +88,7 @@ class CheckpointMode(SyncMode):
         return CheckpointTransport(side.lease_folder) if self._delta is None else self._deltas(side)
 
     def _deltas(self, side: ExplorerSide) -> DeltaTransport:
-        return DeltaTransport(side, FolderDeltas(side, CheckpointTransport(side.lease_folder)))
+        return DeltaTransport(side, FolderDeltas(side, CheckpointTransport(side.lease_folder), CheckpointTransport()))
 
     def maps(self, side: ExplorerSide) -> PartMaps:
         return FileMaps() if self._delta is None else CopyMaps(side.layouts)
@@ -164,7 +164,7 @@ class DeltaPublisher(CheckpointPublisher):
 
     def publish(self, sealed: Sealed) -> Published:
         if not self._deltas.pays(sealed):
-            return self._publish_whole(sealed)
+            return self._publish_whole(sealed, self._write(sealed))
         base_every = self._side.base_every
         is_base = base_every is not None and self._count % base_every == 0
         begins = is_base or self._count % self._full_every == 0
@@ -172,6 +172,10 @@ class DeltaPublisher(CheckpointPublisher):
         folder = version_folder(self._root, sealed.version)
         make_folder(folder)
         written = self._deltas.encode(sealed, folder, pays=True, durable=self._durable)
+        kept = base_every is not None or self._side.versions is not None
+        if written and not kept and self._deltas.are_large(sealed, written):
+            shutil.rmtree(folder, ignore_errors=True)
+            return self._publish_whole(sealed, full or self._write(sealed))
         by_start: dict[Version, list[WrittenDelta]] = {}
         for one in written:
             by_start.setdefault(one.start, []).append(one)
@@ -195,12 +199,14 @@ class DeltaPublisher(CheckpointPublisher):
         self._folders[-1].append(folder)
         return report
 
-    def _publish_whole(self, sealed: Sealed) -> Published:
+    def _publish_whole(self, sealed: Sealed, folder: Path) -> Published:
         self._deltas.encode(sealed, pays=False)
-        folder = self._write(sealed)
         report = self._deltas.report(sealed, (), with_full=True)
         self._deltas.commit(sealed, str(folder))
         self._count = 0  # the next version with deltas is also written in full
+        while len(self._folders) > 1:  # a reader may still have the newest ones
+            for old in self._folders.pop(0):
+                _retire(old)
         return report
 
     def _remember(self, sealed: Sealed, folder: Path, full: Path | None, deltas: list[tuple[Point, int]]) -> None:

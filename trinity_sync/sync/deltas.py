@@ -136,12 +136,17 @@ class VersionDeltas:
 
     def publish(self, sealed: Sealed) -> Published:
         """Have the agents keep the deltas to a version where these pay, and commit it."""
-        made, base = self.encode(sealed, pays=self.pays(sealed)), self._before[0] if self._before else None
-        full_bytes = sum(info.nbytes for info in sealed.parts.values())
-        in_full = not made or sum(one.nbytes for one in made if one.start == base) >= full_bytes
+        made = self.encode(sealed, pays=self.pays(sealed))
+        in_full = not made or self.are_large(sealed, made)
         report = self.report(sealed, made, with_full=in_full)
         self.commit(sealed)
         return replace(report, encoding="full") if in_full else report
+
+    def are_large(self, sealed: Sealed, made: Sequence[WrittenDelta]) -> bool:
+        """Whether the deltas from the version before have as many bytes as the version."""
+        base = self._before[0] if self._before else None
+        nbytes = sum(one.nbytes for one in made if one.start == base)
+        return nbytes >= sum(info.nbytes for info in sealed.parts.values())
 
     def share(self, sealed: Sealed, base: Version) -> dict[str, list[SharedDelta]] | None:
         """Return the deltas of all parts from a version that the agents keep; None: the version has to be sent in full,
@@ -235,16 +240,19 @@ class DeltaSource(Protocol):
         """
         ...
 
-    def whole(self, lease: Lease) -> AbstractContextManager[Lease]:
-        """Return the lease by which `full` can read the version."""
+    def whole(self, lease: Lease) -> AbstractContextManager[tuple[Transport, Lease]]:
+        """Return what can read the whole version, and by which lease."""
         ...
 
 
 class FolderDeltas:
-    """Deltas in the folders of versions (a `DeltaSource`)."""
+    """Deltas in the folders of versions (a `DeltaSource`). `own`: reads files that only this explorer has, without a
+    lease of their folder.
+    """
 
-    def __init__(self, side: ExplorerSide, full: Transport) -> None:
+    def __init__(self, side: ExplorerSide, full: Transport, own: Transport) -> None:
         self.full = full
+        self._own = own
         self._side = side
 
     def find(self, lease: Lease, broadcast: Broadcast | None, held: Version | None) -> Deltas | None:
@@ -259,14 +267,14 @@ class FolderDeltas:
         return Deltas(chains, full)
 
     @contextlib.contextmanager
-    def whole(self, lease: Lease) -> Iterator[Lease]:
+    def whole(self, lease: Lease) -> Iterator[tuple[Transport, Lease]]:
         """Have the agents write the leased slot to a folder."""
         folder = Path(str(lease.location)) / f"full-{self._side.name}"
         agents = [self._side.agents[node] for node in nodes_of(lease.parts)]
         calls = [agent.write(lease.slot, str(folder), {}, fsync=False) for agent in agents]
         try:
             results(calls, self._side.timeout_s, f"write version {lease.version} in full")
-            yield replace(lease, location=str(folder))
+            yield self._own, replace(lease, location=str(folder))
         finally:
             shutil.rmtree(folder, ignore_errors=True)
 
@@ -330,14 +338,18 @@ class DeltaTransport:
             raise error if isinstance(error, DeltaError) else DeltaError(str(error)) from error
         if found is None:
             story.info("takes version %s in full", lease.version)
-            with self._source.whole(lease) as whole:
-                yield from self._source.full.buckets(whole, broadcast, find_destination)
+            with self._source.whole(lease) as (source, whole):
+                yield from source.buckets(whole, broadcast, find_destination)
         if found is not None or self._side.still_leased(lease.id):  # else the slot may have had another version's bytes
             self._held = lease.version
 
     def in_full(self, lease: Lease) -> bool:
         """Whether a version is read in full: its folder has no deltas, or nothing of it has to travel."""
         return _is_whole(lease) or (not self._always and is_near(self._side.node, lease.parts))
+
+    def forget(self) -> None:
+        """Forget what the destinations hold, as they are gone."""
+        self._held = None
 
     def _follow(self, lease: Lease, found: Deltas, find_destination: FindDestination) -> Generator[Bucket, None, None]:
         if found.full is not None and not any(found.chains):
@@ -410,6 +422,7 @@ class DeltaCopies:
         from trinity_sync.weights.apply import check_bytes
 
         if self._transport.in_full(lease):
+            self.close()
             self.moved, self.apply_s = None, 0.0
             return lease
         parts = {}
@@ -433,6 +446,7 @@ class DeltaCopies:
 
     def close(self) -> None:
         """Free the copies."""
+        self._transport.forget()
         self._mapped.clear()
         for segment in self._segments.values():
             segment.close()

@@ -135,8 +135,8 @@ class AgentDeltas:
             chains.append(read_chain(self._side.layouts.get(info), shared[part], lease.version, fetch))
         return Deltas(chains)
 
-    def whole(self, lease: Lease) -> AbstractContextManager[Lease]:
-        return nullcontext(lease)
+    def whole(self, lease: Lease) -> AbstractContextManager[tuple[Transport, Lease]]:
+        return nullcontext((self.full, lease))
 
 
 class MemoryTransport:

@@ -318,8 +318,8 @@ class BroadcastDeltas:
             raise WrongBaseError(f"a delta from version {broadcast.base} was to be broadcast, and {told} is held")
         return Deltas([chain for _, chain in sorted(chains.items())])
 
-    def whole(self, lease: Lease) -> AbstractContextManager[Lease]:
-        return contextlib.nullcontext(lease)
+    def whole(self, lease: Lease) -> AbstractContextManager[tuple[Transport, Lease]]:
+        return contextlib.nullcontext((self.full, lease))
 
 
 def _receive_delta(group: BroadcastGroup, piece_bytes: int, shared: SharedDelta) -> memoryview:

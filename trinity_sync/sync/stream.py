@@ -11,6 +11,7 @@ Where both ends keep the buckets of the last version (`BucketBase`), deltas trav
 
 from __future__ import annotations
 
+import functools
 import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
@@ -199,7 +200,6 @@ class BucketBase:
     def __init__(self) -> None:
         self._kept: dict[int, _KeptBucket] = {}
         self._count = 0
-        self._pool = ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), "bucket deltas")
 
     def begin(self, *, follows: bool) -> None:
         """Begin a version. `follows`: both ends have the whole version before it."""
@@ -213,7 +213,7 @@ class BucketBase:
         if kept is None or kept.layout != layout:
             self.keep(number, layout, data)
             return None
-        [made] = kept.encoder.encode((0, self._count - 1), (0, self._count), (kept.data, new), self._pool)
+        [made] = kept.encoder.encode((0, self._count - 1), (0, self._count), (kept.data, new), _pool())
         sent = b"".join(made.parts)
         kept.data[:] = new
         return sent if len(sent) < layout.nbytes else None
@@ -223,7 +223,7 @@ class BucketBase:
         kept = self._kept.get(number)
         if kept is None or kept.layout != layout:
             raise DeltaError(f"bucket {number} came as a delta, over a bucket that is not here")
-        PartDelta(layout, sent.cpu().numpy().data, f"the delta of bucket {number}").apply(layout, kept.data, self._pool)
+        PartDelta(layout, sent.cpu().numpy().data, f"the delta of bucket {number}").apply(layout, kept.data, _pool())
 
     def keep(self, number: int, layout: PartLayout, data: torch.Tensor) -> None:
         """Keep a bucket that travels in full."""
@@ -233,6 +233,12 @@ class BucketBase:
     def data(self, number: int) -> torch.Tensor:
         """Return the bytes of a kept bucket. They change with the next version."""
         return byte_tensor(memoryview(self._kept[number].data))
+
+
+@functools.cache
+def _pool() -> ThreadPoolExecutor:
+    """The threads that code deltas, of all bases of this process."""
+    return ThreadPoolExecutor(min(_MOST_THREADS, os.cpu_count() or 1), "bucket deltas")
 
 
 def send(

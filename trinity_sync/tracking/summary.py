@@ -346,7 +346,7 @@ def _sync(events: Sequence[Event]) -> SyncFigures:
     versions = {event.version for event in publishes}
     return {
         "mode": publishes[-1].mode if publishes else None,
-        "encoding": publishes[-1].encoding if publishes else None,
+        "encoding": min((event.encoding for event in publishes), default=None),  # the first version of all is full
         "versions": len(versions),
         "latest": max(versions, default=None),
         "loads": len(loads),
