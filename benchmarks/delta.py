@@ -1,6 +1,6 @@
 """Lossless deltas: bytes per changed element beside other codes and bounds of entropy, and the speed of C and numpy.
 
-    python benchmarks/delta.py --json [--elements 4e6] [--only size speed rows traces]
+    python benchmarks/delta.py --json [--elements 4e6] [--only size speed rows history traces]
                                [--output benchmarks/results/delta.json]
 
 Data: ``white``, normal weights of one scale, each step an independent update; ``adam``, weights whose scale differs by
@@ -8,6 +8,11 @@ rows, updates of a warm Adam, which go on in one direction for some steps. Both 
 bits. The learning rate is the one at which one step changes the wanted share of the elements. ``traces``: versions of
 GRPO runs of `launch.py` at the learning rates of `RATES`, from a model that GRPO has trained before, all tensors
 together.
+
+``history``: `adam` versions of one shard, of each the delta from the version before and of every 16th one that from 16
+versions earlier, as `keep_versions` has them. ``bytes`` is what all of them and the base take, in versions.
+``restores`` is the wall-clock time of the last one, from the base, beside that of the base alone: read, checked,
+written.
 
 Speeds are in processor time, the least of the repetitions, as bytes of the shard a second; ``copies`` divides them by
 the speed of a copy that was measured in turn with them. ``decode`` is the gap code alone, ``apply`` a whole call with
@@ -19,11 +24,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -34,12 +41,15 @@ from numpy.typing import NDArray
 from xxhash import xxh3_128_digest
 
 from trinity_sync.weights import delta, delta_gaps, native
+from trinity_sync.weights.layout import PartLayout
+from trinity_sync.weights.part_delta import PartDelta, PartEncoder
 from trinity_sync.weights.shard_file import open_shard_file
+from trinity_sync.weights.shards import whole
 
 if TYPE_CHECKING:
     from trinity_sync.weights.delta_gaps import Elements
 
-PARTS = ("size", "speed", "rows", "traces")
+PARTS = ("size", "speed", "rows", "history", "traces")
 SHARES = (0.0013, 0.007, 0.01, 0.024, 0.065)
 STEPS = (1, 4, 16)
 WIDTHS = (32, 1536, 2048, 8192)
@@ -139,6 +149,72 @@ def size_table(count: int) -> list[dict[str, Any]]:
                 found.append(one)
                 print(json.dumps(one), file=sys.stderr)
     return found
+
+
+KEPT = 511
+"""Versions after a base, as of `keep_versions.base_every`."""
+
+
+def history_table(count: int) -> list[dict[str, Any]]:
+    """Bytes and times of histories of `KEPT` versions."""
+    found = []
+    for share in (0.0013, 0.007):
+        for codec in ("class_gap", "gap8z"):
+            with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+                nbytes = keep_versions(Path(folder), count, share, codec, pool)
+                one: dict[str, Any] = {"changed": share, "codec": codec, "versions": KEPT + 1, "bytes": nbytes}
+                for name, steps in (("base", []), ("last", route_to(Path(folder), KEPT))):
+                    times = [restore(Path(folder), count, steps, pool) for _ in range(5)]
+                    one |= {f"{name} steps": len(steps), f"{name} s": statistics.median(times)}
+                found.append({**one, "restores": one["last s"] / one["base s"]})
+                print(json.dumps(found[-1]), file=sys.stderr)
+    return found
+
+
+def shard_layout(count: int) -> PartLayout:
+    """The layout of a part with one tensor, in pieces of 16 MiB."""
+    return PartLayout("rank-00000", ((whole("w", "BF16", (count,)), 0),), 2 * count, 16 << 20)
+
+
+def keep_versions(folder: Path, count: int, share: float, codec: str, pool: ThreadPoolExecutor) -> float:
+    """Write a base and the deltas of later versions; return their bytes, in those of a version."""
+    encoder, weights, total = PartEncoder(shard_layout(count), codec, (16,)), initial("adam", count), 0
+    rate, old = rate_of("adam", weights, share), bits(weights)
+    folder.joinpath("base").write_bytes(old.tobytes())
+    for step, update in enumerate(updates("adam", count, 1), 1):
+        weights -= rate * update
+        new = bits(weights)
+        segments = memoryview(old.tobytes()), memoryview(new.tobytes())
+        for one in encoder.encode((0, step - 1), (0, step), segments, pool):
+            data = b"".join(one.parts)
+            folder.joinpath(f"{one.start[1]}-{step}").write_bytes(data)
+            total += len(data)
+        old = new
+        if step == KEPT:
+            return 1 + total / old.nbytes
+
+
+def route_to(folder: Path, step: int) -> list[tuple[int, int]]:
+    """The longest steps that lead to a version from the base."""
+    found = list[tuple[int, int]]()
+    while step:
+        start = max(step - 16, 0) if folder.joinpath(f"{step - 16}-{step}").exists() else step - 1
+        found.insert(0, (start, step))
+        step = start
+    return found
+
+
+def restore(folder: Path, count: int, steps: list[tuple[int, int]], pool: ThreadPoolExecutor) -> float:
+    """The seconds to read and check a base, to apply deltas, and to write the result."""
+    layout, before, began = shard_layout(count), None, time.perf_counter()
+    segment = bytearray(folder.joinpath("base").read_bytes())
+    xxh3_128_digest(segment)
+    for start, end in steps:
+        path, step = folder / f"{start}-{end}", ((0, start), (0, end))
+        last, before = before, PartDelta.read(path, layout, step)
+        before.apply(layout, segment, pool, last, checked=end == KEPT)
+    folder.joinpath("made").write_bytes(segment)
+    return time.perf_counter() - began
 
 
 RATES = ("1e-7", "1e-6", "1e-5")
@@ -280,6 +356,8 @@ def main() -> None:
         report["speed"] = speed_table(count)
     if "rows" in options.only:
         report["rows"] = row_table()
+    if "history" in options.only:
+        report["history"] = history_table(count)
     if "traces" in options.only:
         report["traces"] = trace_table()
     text = json.dumps(report, indent=2)

@@ -29,7 +29,6 @@ from trinity_sync.checkpoint.mirror import follower
 from trinity_sync.checkpoint.mirror.copies import Mirror, Storage
 from trinity_sync.checkpoint.mirror.follower import VersionFollower
 from trinity_sync.checkpoint.mirror.run_mirror import MirrorError, MirrorSettings, call
-from trinity_sync.cli import main as cli
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.models.files import ModelFiles
 from trinity_sync.protocol.versions import Version
@@ -312,24 +311,6 @@ def test_a_store_names_its_own_setting_in_errors(tmp_path: Path) -> None:
 
 
 # ---- a disk, a store or a link that fails
-
-
-def test_what_has_arrived_stays_for_the_next_look(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also where the command tidies up between two looks."""
-    reads = list[str]()
-
-    def get(storage: Storage, name: str, path: Path, of: Callable[..., None] = Storage.get) -> None:
-        reads.append(name)
-        if len(reads) == 4:
-            raise ConnectionResetError("the connection was reset")
-        of(storage, name, path)
-
-    monkeypatch.setattr(Storage, "get", get)
-    command = ["follow", str(store), "--into", str(tmp_path / "into"), "--once"]
-    assert cli.main(command) == 1
-    assert cli.main(command) == 0
-    again = [name for name in set(reads) if reads.count(name) > 1]
-    assert len(again) <= 2, f"files that had arrived were fetched again: {again}"
 
 
 def test_a_version_for_which_there_was_no_room_is_taken_once_there_is(

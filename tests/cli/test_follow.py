@@ -7,7 +7,7 @@ import json
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -15,6 +15,7 @@ import pytest
 
 from tests.checkpoint.stores import PretendRun, calls_here
 from trinity_sync.checkpoint.mirror import follower
+from trinity_sync.checkpoint.mirror.copies import Storage
 from trinity_sync.cli import main as cli
 from trinity_sync.cli import weights_commands
 
@@ -145,6 +146,25 @@ def test_an_engine_that_is_away_does_not_hinder_the_folder(store: Path, tmp_path
     assert follow(store, "--into", tmp_path / "into", "--notify", url) == 1
     assert f"the SGLang server at {url}" in capsys.readouterr().err
     assert (tmp_path / "into" / "current" / "config.json").is_file()
+
+
+def test_what_had_arrived_when_the_connection_broke_is_not_fetched_again(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetched = list[str]()
+
+    def get(storage: Storage, name: str, path: Path, of: Callable[..., None] = Storage.get) -> None:
+        fetched.append(name)
+        if len(fetched) == 4:
+            raise ConnectionResetError("the connection was reset")
+        of(storage, name, path)
+
+    monkeypatch.setattr(Storage, "get", get)
+    assert follow(store, "--into", tmp_path / "into") == 1
+    begun = fetched.copy()
+    assert follow(store, "--into", tmp_path / "into") == 0
+    again = set(begun) & set(fetched[len(begun) :])
+    assert 1 <= len(again) <= 2, "the file at which it broke, and perhaps one beside it"
 
 
 def test_a_store_without_a_version_is_told(tmp_path: Path, capsys: Capture) -> None:
