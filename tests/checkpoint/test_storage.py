@@ -8,7 +8,7 @@ import pytest
 
 from trinity_sync.checkpoint.mirror.copies import Storage
 from trinity_sync.host.masking import shown, without_secrets
-from trinity_sync.host.urls import local_folder, place_problem
+from trinity_sync.host.urls import are_same, local_folder, place_problem
 
 
 @pytest.mark.parametrize("place", ["far", "/mnt/far", "file:///mnt/far", "sftp://user@host:22/far"])
@@ -95,3 +95,24 @@ def test_a_folder_is_made_once_for_all_its_files(monkeypatch: pytest.MonkeyPatch
     for name in ("folder/one", "folder/two"):
         storage.write(name, "text")
     assert len(made) == 1
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("/mnt/run", "file:///mnt/run", True),
+        ("/mnt/run/", "/mnt/other/../run", True),
+        ("s3a://bucket/run", "s3://bucket/run/", True),
+        ("gs://bucket/run", "s3://bucket/run", False),
+        ("s3://bucket/run", "/bucket/run", False),
+        ("/mnt/run", "/mnt/run/store", False),
+    ],
+)
+def test_two_names_of_one_place_are_told(one: str, other: str, same: bool) -> None:
+    assert are_same(one, other) == are_same(other, one) == same
+
+
+def test_a_link_is_the_place_to_which_it_leads(tmp_path: Path) -> None:
+    (tmp_path / "there").mkdir()
+    (tmp_path / "link").symlink_to("there")
+    assert are_same(str(tmp_path / "link"), f"file://{tmp_path}/there")
