@@ -181,7 +181,7 @@ def keep_versions(folder: Path, count: int, share: float, codec: str, pool: Thre
     encoder, weights, total = PartEncoder(shard_layout(count), codec, (16,)), initial("adam", count), 0
     rate, old = rate_of("adam", weights, share), bits(weights)
     folder.joinpath("base").write_bytes(old.tobytes())
-    for step, update in enumerate(updates("adam", count, 1), 1):
+    for step, update in zip(range(1, KEPT + 1), updates("adam", count, 1), strict=False):
         weights -= rate * update
         new = bits(weights)
         segments = memoryview(old.tobytes()), memoryview(new.tobytes())
@@ -190,8 +190,7 @@ def keep_versions(folder: Path, count: int, share: float, codec: str, pool: Thre
             folder.joinpath(f"{one.start[1]}-{step}").write_bytes(data)
             total += len(data)
         old = new
-        if step == KEPT:
-            return 1 + total / old.nbytes
+    return 1 + total / old.nbytes
 
 
 def route_to(folder: Path, step: int) -> list[tuple[int, int]]:

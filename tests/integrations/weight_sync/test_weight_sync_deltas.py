@@ -107,7 +107,7 @@ def test_a_copy_that_was_damaged_ends_the_sync_and_the_next_one_travels_in_full(
 
 
 def test_a_delta_over_a_bucket_that_is_not_here_is_refused() -> None:
-    [layout] = layouts([("a", torch.bfloat16, (4, 4))], BUCKET)
+    [layout] = layouts([("a", "torch.bfloat16", (4, 4))], BUCKET)
     with pytest.raises(DeltaError, match="over a bucket that is not here"):
         BucketBase().apply(0, layout, torch.zeros(3, dtype=torch.uint8))
 

@@ -160,7 +160,7 @@ class VersionFollower:
         try:
             with ThreadPoolExecutor(os.cpu_count()) as pool:
                 for layout, data in parts:
-                    before = None
+                    before: PartDelta | None = None
                     for step in fetched.steps:
                         path = step_dir(self._own, step[1][1]) / DELTA_FILES / delta_file(layout.part, step[0])
                         last, before = before, PartDelta.read(path, layout, step)
