@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import ray
@@ -692,3 +693,15 @@ def test_the_end_of_a_run_waits_for_copies_so_long_and_names_what_is_not_there(
     left = "step 10 (still waiting or under way); step 20 (still waiting or under way)"
     assert capsys.readouterr().err == f"not copied to {place} within {waited} s: {left}\n"
     assert told == [(f"mirror {place}", f"not copied at the end of the run: {left}")]
+
+
+def test_an_interrupt_in_the_wait_for_copies_does_not_hide_what_is_missing() -> None:
+    mirror, store = Mock(), Mock()
+    run: Any = object.__new__(job.Job)
+    run._cfg, run._setup = typed(compose([])), SimpleNamespace(mirror=mirror, store=store)
+    run._recorder, run.actors = Mock(), Mock()
+    run._copies = Mock(finish=Mock(side_effect=[KeyboardInterrupt, {3: "still under way"}]))
+    with pytest.raises(KeyboardInterrupt):
+        run._finish_copies(at_once=False)
+    assert store.report_missing.call_args.args[0] == {3: "still under way"}
+    mirror.finish.assert_called_once()

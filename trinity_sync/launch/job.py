@@ -87,11 +87,7 @@ class Job:
                 self._finish_copies(at_once=isinstance(error, KeyboardInterrupt))
             raise
         actors.synchronizer.set_trainer_status("stopped").result(actors.synchronizer.timeout_s)
-        try:
-            self._finish_copies(at_once=not completed)
-        except KeyboardInterrupt:  # in the wait for them: what is missing is said all the same
-            self._finish_copies(at_once=True)
-            raise
+        self._finish_copies(at_once=not completed)
         if not completed:
             raise KeyboardInterrupt
 
@@ -280,8 +276,17 @@ class Job:
         return step, partial(published.restore, folder)
 
     def _finish_copies(self, *, at_once: bool) -> None:
-        """Wait for the copies to mirror and store that are under way; `at_once`: the run was interrupted."""
+        """Wait for the copies to mirror and store that are under way; `at_once`: the run was interrupted. What is
+        missing is reported also where the wait is interrupted.
+        """
+        try:
+            self._wait_for_copies(at_once=at_once)
+        except KeyboardInterrupt:
+            if not at_once:
+                self._wait_for_copies(at_once=True)
+            raise
 
+    def _wait_for_copies(self, *, at_once: bool) -> None:
         def limit() -> float:
             longest = self._cfg.checkpoint.mirror_wait_s
             return interrupts.left(min(longest, _SETTLE_S) if at_once else longest, interrupts.REST_S + _ANSWER_S)
