@@ -105,6 +105,7 @@ def collected() -> tuple[list[list[str]], str]:
     return [text.splitlines() for text in printed if text], done.stderr
 
 
+@pytest.mark.all
 def test_pytest_collects_every_test_in_one_part(collected: tuple[list[list[str]], str]) -> None:
     every, first, second = ([line for line in lines if "::" in line] for lines in collected[0][:3])
     assert every
@@ -113,6 +114,7 @@ def test_pytest_collects_every_test_in_one_part(collected: tuple[list[list[str]]
     assert sorted(first + second) == sorted(every)
 
 
+@pytest.mark.all
 def test_pytest_refuses_what_names_no_part(collected: tuple[list[list[str]], str]) -> None:
     printed, errors = collected
     assert printed[-1][-1] == f"ended with {int(pytest.ExitCode.USAGE_ERROR)}"

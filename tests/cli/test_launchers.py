@@ -123,6 +123,7 @@ def test_jobs_side_by_side_may_share_the_gpus_of_one_ray(launcher: StandIn, monk
     assert sweep("hydra/launcher=parallel", "cluster=existing", "cluster.address=here:1", "seed=1,2") == 0
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("signum", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.all)])
 def test_an_interrupt_ends_jobs_side_by_side_in_good_order(launcher: StandIn, signum: int) -> None:
     pytest.importorskip("hydra_plugins.hydra_joblib_launcher")

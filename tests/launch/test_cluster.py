@@ -231,6 +231,7 @@ def test_the_drivers_environment_is_as_it_was(seen: Seen) -> None:
     assert seen.environment_after == {**seen.environment_before, "RAY_AUTH_MODE": "token"}
 
 
+@pytest.mark.all
 def test_another_ray_of_the_program_takes_it_for_its_own_afterwards(seen: Seen) -> None:
     """What was one Ray's alone would keep it out: Ray holds on to its way of authentication for a program's life."""
     other = cluster_utils.Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})

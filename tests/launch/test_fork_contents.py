@@ -26,6 +26,7 @@ importlib.reload(contents)
 """
 
 
+@pytest.mark.all
 @pytest.mark.timeout(120)
 def test_forks_draw_ids_of_their_own_and_one_who_cannot_is_refused() -> None:
     done = subprocess.run(

@@ -158,7 +158,7 @@ def test_whoever_is_killed_nobody_hangs_and_nobody_holds_a_wrong_version(
         assert not left & files(tmp_path)
 
 
-@pytest.mark.parametrize("how", ["dies", "hangs"])
+@pytest.mark.parametrize("how", ["dies", pytest.param("hangs", marks=pytest.mark.all)])
 def test_who_waits_for_the_synchronizer_in_vain_says_for_what_and_a_timeout_says_how_long(
     make_synchronizer: Callable[..., Synchronizer],
     make_agent: Callable[..., AgentClient],

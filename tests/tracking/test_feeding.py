@@ -252,6 +252,7 @@ def test_a_tracker_apart_is_closed_as_failed_when_the_process_of_the_run_is_kill
     assert calls(tmp_path) == ["start copy", "end failed", "close"]
 
 
+@pytest.mark.all
 def test_a_tracker_that_stands_still_does_not_keep_the_program_from_ending(tmp_path: Path) -> None:
     code = (
         "from pathlib import Path\n"

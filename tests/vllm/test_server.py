@@ -92,6 +92,7 @@ def files_left() -> list[Path]:
     return list(Path(DEFAULT_ROOT, own_name("trinity-sync")).glob(f"server-{os.getpid()}-*"))
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("way", WAYS)
 def test_versions_are_taken_and_generated_with(
     server: RealServer, models: list[Path], weights: list[Weights], trainer: PretendTrainer, way: str
@@ -116,6 +117,7 @@ def test_versions_are_taken_and_generated_with(
     engine.close()
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("verify", ["full", "bucket", "off"])
 def test_files_of_a_checkpoint_are_taken(
@@ -138,6 +140,7 @@ def test_files_of_a_checkpoint_are_taken(
     engine.close()
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("way", WAYS)
 def test_a_server_that_somebody_else_gave_weights_is_never_sampled_from(
     server: RealServer, models: list[Path], weights: list[Weights], trainer: PretendTrainer, way: str
@@ -160,6 +163,7 @@ def test_a_server_that_somebody_else_gave_weights_is_never_sampled_from(
     again.close()
 
 
+@pytest.mark.all
 def test_weights_that_come_while_samples_are_made_are_noticed(
     server: RealServer,
     models: list[Path],
@@ -183,6 +187,7 @@ def test_weights_that_come_while_samples_are_made_are_noticed(
     engine.close()
 
 
+@pytest.mark.all
 def test_a_server_that_another_run_gives_weights_is_refused_until_that_ends(
     server: RealServer, models: list[Path]
 ) -> None:
@@ -202,6 +207,7 @@ WRONG = {
 }
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("paused", [True, pytest.param(False, marks=pytest.mark.all)])
 @pytest.mark.parametrize("info", WRONG.values(), ids=WRONG)
 def test_an_update_that_is_wrong_is_refused_and_weights_and_label_stay(
@@ -231,6 +237,7 @@ def test_an_update_that_is_wrong_is_refused_and_weights_and_label_stay(
     engine.close()
 
 
+@pytest.mark.all
 @pytest.mark.parametrize("way", WAYS)
 def test_an_update_that_fails_leaves_no_version_and_the_next_one_gets_in(
     server: RealServer,
@@ -263,6 +270,7 @@ def test_an_update_that_fails_leaves_no_version_and_the_next_one_gets_in(
     engine.close()
 
 
+@pytest.mark.all
 def test_a_session_that_a_killed_explorer_left_open_is_ended(
     server: RealServer, models: list[Path], weights: list[Weights], trainer: PretendTrainer
 ) -> None:
@@ -275,6 +283,7 @@ def test_a_session_that_a_killed_explorer_left_open_is_ended(
     engine.close()
 
 
+@pytest.mark.all
 def test_what_a_server_has_to_be_is_said(
     server: RealServer, models: list[Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -303,6 +312,7 @@ def test_what_a_server_has_to_be_is_said(
     assert "(vocab_size is 32 there and 40 here)" in told
 
 
+@pytest.mark.all
 def test_vllm_need_not_be_installed_where_the_explorer_is(server: RealServer, models: list[Path]) -> None:
     program = (
         "import sys; sys.modules['vllm'] = None\n"

@@ -134,6 +134,7 @@ def test_weights_alone_count_as_a_full_checkpoint_where_nothing_else_is_asked_fo
     assert read_manifest(step_dir(root, step)).kind == FULL
 
 
+@pytest.mark.all
 def test_the_limit_holds_after_the_commit_and_after_a_restart(
     ranks: list[Any], make_run: Callable[..., VerlRun], tmp_path: Path
 ) -> None:
@@ -178,6 +179,7 @@ def test_the_limit_holds_after_the_commit_and_after_a_restart(
     assert not (root / ".versions").exists()
 
 
+@pytest.mark.all
 def test_what_the_limit_or_a_policy_keeps_stays_also_after_the_first_commit_of_a_resume(
     ranks: list[Any], make_run: Callable[..., VerlRun], tmp_path: Path
 ) -> None:
@@ -191,6 +193,7 @@ def test_what_the_limit_or_a_policy_keeps_stays_also_after_the_first_commit_of_a
         run.close()
 
 
+@pytest.mark.all
 def test_a_limit_that_one_role_has_holds_beside_the_policies(
     ranks: list[Any], make_run: Callable[..., VerlRun], tmp_path: Path
 ) -> None:
@@ -234,7 +237,7 @@ def test_nothing_is_done_without_a_path(ranks: list[Any], run: VerlRun, root: Pa
     assert kept(root) == before
 
 
-@pytest.mark.parametrize("strategy", ["fsdp", "fsdp2"])
+@pytest.mark.parametrize("strategy", [pytest.param("fsdp", marks=pytest.mark.all), "fsdp2"])
 def test_saves_in_a_row_each_hold_the_weights_of_their_time_and_an_automatic_resume_finds_the_last(
     ranks: list[Any], make_run: Callable[..., VerlRun], tmp_path: Path, strategy: str
 ) -> None:

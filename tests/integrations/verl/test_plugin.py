@@ -63,6 +63,7 @@ def test_the_driver_of_a_program_under_ray_waits_for_its_workers(switched_on: li
     assert switched_on[0] == "ray._private.worker"
 
 
+@pytest.mark.all
 def test_a_program_that_imports_our_engines_first_has_all_that_is_changed() -> None:
     copies = "from verl.utils import hdfs_io; print(hdfs_io.copy.__wrapped__.__module__)"
     ended = said("from trinity_sync.integrations.verl import engine_registry\n" + ENGINES + RESUMES + copies, ON)
@@ -71,6 +72,7 @@ def test_a_program_that_imports_our_engines_first_has_all_that_is_changed() -> N
     assert "is not patched" not in ended.stderr
 
 
+@pytest.mark.all
 def test_a_program_that_imports_our_weight_sync_first_has_its_backend() -> None:
     ours = "from trinity_sync.integrations.verl.weight_sync import checkpoint_engine\n"
     code = "from verl.checkpoint_engine.base import CheckpointEngineRegistry as of; print(of.get('trinity').__name__)"
