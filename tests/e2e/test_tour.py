@@ -49,7 +49,7 @@ def run(command: Command, folder: Path) -> str:
     done = subprocess.run(
         ["bash", "-c", command.text],
         cwd=folder,
-        env={**os.environ, "PATH": path, "PYTHONPATH": python, "OMP_NUM_THREADS": "1", "COLUMNS": "100"},
+        env={**os.environ, "PATH": path, "PYTHONPATH": python, "OMP_NUM_THREADS": "1", "COLUMNS": "90"},
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
