@@ -506,9 +506,9 @@ def test_a_saved_run_that_named_its_sync_mode_by_the_label_goes_on(launcher: Sta
 
 @pytest.mark.parametrize("mode", ["memory", "checkpoint", "nccl"])
 def test_every_sync_mode_of_ours_gives_both_halves(mode: str) -> None:
-    cfg = config.compose([f"sync={mode}"])
-    built: Any = config.build("sync", config.plain(cfg.sync), SyncMode)
-    side: Any = SimpleNamespace(store=object(), use_gpu=False)
+    cfg = config.typed(config.compose([f"sync={mode}"]))
+    built: Any = config.build("sync", vars(cfg.sync), SyncMode)
+    side: Any = SimpleNamespace(store=object(), use_gpu=False, deltas=Path("deltas"), versions=None, base_every=None)
     assert callable(built.publisher(side).deliver)
     assert callable(built.transport)
 
