@@ -1,7 +1,8 @@
 """Versions between two nodes whose link is limited: full versions beside deltas, in modes memory and nccl.
 
     python benchmarks/nodes.py --json [--mbit 100] [--layers 28] [--changed 0.007] [--versions 4]
-                               [--modes memory nccl] [--output benchmarks/results/nodes.json]
+                               [--modes memory nccl] [--encodings full auto]
+                               [--output benchmarks/results/nodes.json]
 
 Needs Linux, root, `ip`, `tc` and `unshare`. Two network namespaces of this machine are the nodes: a raylet in each, and
 a token bucket of that rate in both directions. Two ranks of the trainer are on the first node, one explorer is on the
@@ -42,6 +43,7 @@ def main() -> None:
     parser.add_argument("--changed", type=float, default=0.007, help="share that a step changes (default 0.007)")
     parser.add_argument("--versions", type=int, default=4, help="after the first one (default 4)")
     parser.add_argument("--modes", nargs="+", choices=("memory", "nccl"), default=("memory", "nccl"))
+    parser.add_argument("--encodings", nargs="+", choices=("full", "auto"), default=("full", "auto"))
     parser.add_argument("--codecs", nargs="+", default=("auto",), help="of deltas (default auto)")
     parser.add_argument("--output", type=Path, help="write the JSON there too")
     options = parser.parse_args()
@@ -52,7 +54,8 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="nodes-") as folder, cluster(Path(folder)):
         found = []
         for mode in options.modes:
-            for encoding, codec in (("full", "auto"), *(("auto", one) for one in options.codecs)):
+            ways = [("full", "auto"), *(("auto", one) for one in options.codecs)]
+            for encoding, codec in (way for way in ways if way[0] in options.encodings):
                 given = (f"sync={mode}", f"sync.encoding={encoding}", f"sync.delta.codec={codec}")
                 run = Path(folder, f"{mode}-{encoding}-{codec}")
                 found.append({"mode": mode, "encoding": encoding, "codec": codec, **measure(run, given, options)})
