@@ -40,9 +40,10 @@ import pyarrow
 from numpy.typing import NDArray
 from xxhash import xxh3_128_digest
 
+from trinity_sync.protocol.parts import delta_file
 from trinity_sync.weights import delta, delta_gaps, native
 from trinity_sync.weights.layout import PartLayout
-from trinity_sync.weights.part_delta import PartDelta, PartEncoder
+from trinity_sync.weights.part_delta import PartEncoder, apply_steps
 from trinity_sync.weights.shard_file import open_shard_file
 from trinity_sync.weights.shards import whole
 
@@ -187,7 +188,8 @@ def keep_versions(folder: Path, count: int, share: float, codec: str, pool: Thre
         segments = memoryview(old.tobytes()), memoryview(new.tobytes())
         for one in encoder.encode((0, step - 1), (0, step), segments, pool):
             data = b"".join(one.parts)
-            folder.joinpath(f"{one.start[1]}-{step}").write_bytes(data)
+            folder.joinpath(str(step)).mkdir(exist_ok=True)
+            folder.joinpath(str(step), delta_file("rank-00000", one.start)).write_bytes(data)
             total += len(data)
         old = new
     return 1 + total / old.nbytes
@@ -197,7 +199,11 @@ def route_to(folder: Path, step: int) -> list[tuple[int, int]]:
     """The longest steps that lead to a version from the base."""
     found = list[tuple[int, int]]()
     while step:
-        start = max(step - 16, 0) if folder.joinpath(f"{step - 16}-{step}").exists() else step - 1
+        start = (
+            max(step - 16, 0)
+            if folder.joinpath(str(step), delta_file("rank-00000", (0, step - 16))).exists()
+            else step - 1
+        )
         found.insert(0, (start, step))
         step = start
     return found
@@ -205,13 +211,12 @@ def route_to(folder: Path, step: int) -> list[tuple[int, int]]:
 
 def restore(folder: Path, count: int, steps: list[tuple[int, int]], pool: ThreadPoolExecutor) -> float:
     """The seconds to read and check a base, to apply deltas, and to write the result."""
-    layout, before, began = shard_layout(count), None, time.perf_counter()
+    layout, began = shard_layout(count), time.perf_counter()
     segment = bytearray(folder.joinpath("base").read_bytes())
     xxh3_128_digest(segment)
-    for start, end in steps:
-        path, step = folder / f"{start}-{end}", ((0, start), (0, end))
-        last, before = before, PartDelta.read(path, layout, step)
-        before.apply(layout, segment, pool, last, checked=end == KEPT)
+    named = [((0, start), (0, end)) for start, end in steps]
+    for _ in apply_steps(layout, segment, named, lambda end: folder / str(end[1]), pool):
+        pass
     folder.joinpath("made").write_bytes(segment)
     return time.perf_counter() - began
 

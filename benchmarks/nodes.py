@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -50,6 +51,7 @@ def main() -> None:
     if INSIDE not in os.environ:  # all that is made goes with the namespace
         own = ["unshare", "-m", "-n", "--propagation", "private", sys.executable, __file__, *sys.argv[1:]]
         os.execvpe("unshare", own, {**os.environ, INSIDE: "1"})
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the raylets are ended
     limit_links(options.mbit)
     with tempfile.TemporaryDirectory(prefix="nodes-") as folder, cluster(Path(folder)):
         found = []
@@ -114,10 +116,10 @@ def cluster(folder: Path) -> Iterator[None]:
             assert started[-1].poll() is None, (folder / f"raylet-{one}.log").read_text()
         yield
     finally:
-        for signal in ("-TERM", "-KILL"):
+        for name in ("-TERM", "-KILL"):
             for one in NODES:
                 pids = subprocess.run(["ip", "netns", "pids", f"n{one}"], capture_output=True, text=True).stdout.split()
-                subprocess.run(["kill", signal, *pids], stderr=subprocess.DEVNULL)
+                subprocess.run(["kill", name, *pids], stderr=subprocess.DEVNULL)
             time.sleep(3)
 
 

@@ -28,7 +28,7 @@ from trinity_sync.checkpoint.folder.contents import read_manifest, write_manifes
 from trinity_sync.checkpoint.mirror import follower
 from trinity_sync.checkpoint.mirror.copies import Mirror, Storage
 from trinity_sync.checkpoint.mirror.follower import VersionFollower
-from trinity_sync.checkpoint.mirror.run_mirror import MirrorError, MirrorSettings, call
+from trinity_sync.checkpoint.mirror.run_mirror import MirrorError, MirrorSettings, VersionCopies, call
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.models.files import ModelFiles
 from trinity_sync.protocol.versions import Version
@@ -243,8 +243,9 @@ KILLED = """
 import os, signal, sys
 from pathlib import Path
 from trinity_sync.checkpoint.mirror import follower
+from trinity_sync.weights import part_delta
 store, into, owner, name = sys.argv[1:]
-of = follower if owner == "module" else getattr(follower, owner)
+of = follower if owner == "module" else getattr(part_delta if owner == "PartDelta" else follower, owner)
 before = getattr(of, name)
 def last(*arguments, **named):
     if name in ("apply", "call"):
@@ -377,6 +378,20 @@ def test_a_version_whose_files_cannot_be_read_is_reported(tmp_path: Path, monkey
     [fault] = run.events.wait_for("fault")
     assert "config.json cannot be read" in fault["error"]
     run.copies.finish(LIMIT_S)
+
+
+def test_a_report_that_fails_does_not_keep_the_next_version_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = PretendRun(tmp_path / "run", str(tmp_path / "store"))
+    with monkeypatch.context() as full:
+        full.setattr(VersionCopies, "_complete", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+        run.publish(1)
+        run.copies._completing[1].exception(LIMIT_S)
+    for step in (2, 3, 4):
+        run.publish(step)
+    run.events.wait_for("mirror")
+    assert run.copies.finish(LIMIT_S) == {}
 
 
 def test_a_checkpoint_in_the_place_of_a_version_is_neither_replaced_nor_deleted(tmp_path: Path) -> None:

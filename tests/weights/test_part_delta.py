@@ -5,15 +5,17 @@ from __future__ import annotations
 import itertools
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
+from trinity_sync.protocol.parts import delta_file
 from trinity_sync.weights import delta
 from trinity_sync.weights.delta import DeltaError, WrongBaseError
 from trinity_sync.weights.layout import PartLayout
-from trinity_sync.weights.part_delta import PartDelta, PartEncoder, layer_group
+from trinity_sync.weights.part_delta import PartDelta, PartEncoder, apply_steps, layer_group
 from trinity_sync.weights.shards import itemsize, whole
 
 LAYOUT = PartLayout.build(
@@ -184,3 +186,38 @@ def test_a_thousand_versions_end_bitwise_equal() -> None:
         held = applied(held, b"".join(encoder.encode((0, step), (0, step + 1), pair, POOL)[0].parts), layout)
     assert step >= 1000
     assert held == walk[-1] != walk[0]
+
+
+@pytest.mark.parametrize("each", [False, True])
+def test_steps_lead_to_the_last_version(tmp_path: Path, each: bool) -> None:
+    segments = versions(0.01, 0.0, 0.01)
+    segment, steps = walked(tmp_path, segments, each=each)
+    assert segment == segments[-1]
+    assert steps == [((0, 0), (0, 1)), ((0, 1), (0, 2)), ((0, 2), (0, 3))]
+
+
+def test_a_piece_that_the_last_step_leaves_as_it_is_is_compared_too(tmp_path: Path) -> None:
+    segments = versions(0.01, 0.0)
+
+    def damage(segment: bytearray, step: int) -> None:
+        if step == 1:
+            arrays(segment)[0][3] ^= 1
+
+    with pytest.raises(DeltaError, match="another digest than its sender's"):
+        walked(tmp_path, segments, damage)
+
+
+def walked(
+    folder: Path, segments: list[bytearray], between: Any = lambda segment, step: None, each: bool = False
+) -> tuple[bytearray, list[Any]]:
+    """Apply the single steps from the first version; `between` is called before each."""
+    for (start, end), data in all_deltas(segments).items():
+        (folder / str(end)).mkdir(exist_ok=True)
+        (folder / str(end) / delta_file("rank-00000", (0, start))).write_bytes(data)
+    steps = [((0, step), (0, step + 1)) for step in range(len(segments) - 1)]
+    segment, seen = bytearray(segments[0]), []
+    folder_of = lambda end: folder / str(end[1])  # noqa: E731
+    for step in apply_steps(LAYOUT, segment, steps, folder_of, POOL, each=each):
+        between(segment, step[0][1])
+        seen.append(step)
+    return segment, seen

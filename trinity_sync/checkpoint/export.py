@@ -17,6 +17,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
@@ -39,12 +40,12 @@ from trinity_sync.checkpoint.reading.verl_shards import (
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.host.durable import sync_folder, write_all
 from trinity_sync.models.files import CONFIG, ModelFiles, is_weights
-from trinity_sync.protocol.parts import HISTORY, LeftOut, delta_file, version_folder
+from trinity_sync.protocol.parts import HISTORY, LeftOut, version_folder
 from trinity_sync.weights import shards
 from trinity_sync.weights.delta import DeltaError
 from trinity_sync.weights.digests import version_digest
 from trinity_sync.weights.lora import CONFIG_FILE, WEIGHTS_FILE
-from trinity_sync.weights.part_delta import PartDelta, Point, VersionIndex, find_route
+from trinity_sync.weights.part_delta import Point, Step, VersionIndex, apply_steps, find_route
 from trinity_sync.weights.shard_file import open_shard_file
 from trinity_sync.weights.shards import is_floating, listed
 from trinity_sync.weights.tensors import digest_entry, kept_by_class, saved_list, to_torch, tower
@@ -341,22 +342,18 @@ def restore_version(root: Path, version: Point, into: Path) -> RestoredVersion:
             _check_room(into, 2 * manifest.bytes)
             files = [Path(shutil.copyfile(file, into / file.name)) for file in files]
             parts = [open_shard_file(file, writable=True) for file in files]
-            before: list[PartDelta | None] = [None] * len(parts)
-            for step in (steps := route.steps(version)):
-                try:
-                    for number, (layout, data) in enumerate(parts):
-                        path = version_folder(deltas, step[1]) / delta_file(layout.part, step[0])
-                        last, found = before[number], PartDelta.read(path, layout, step)
-                        found.apply(layout, data, pool, last, checked=careful or step == steps[-1])
-                        before[number] = found
-                except DeltaError as error:
-                    faults.append(str(error))
-                    if careful:
-                        lost.add(step)
-                    careful = True
-                    break
-            else:
+            at: Step | None = None
+            try:
+                for layout, data in parts:
+                    steps = route.steps(version)
+                    for step in apply_steps(layout, data, steps, partial(version_folder, deltas), pool, each=careful):
+                        at = step
                 return RestoredVersion(base, manifest, files)
+            except DeltaError as error:
+                faults.append(str(error))
+                if careful:
+                    lost.add(at)
+                careful = True
     name = f"step {version[1]} of attempt {version[0]}"
     raise RunError(f"{name} cannot be restored: no base and deltas lead to it: {faults[0] if faults else deltas}")
 

@@ -64,9 +64,5 @@ def are_same(one: str, other: str) -> bool:
     folders = local_folder(one), local_folder(other)
     if folders[0] is not None and folders[1] is not None:
         return folders[0].resolve() == folders[1].resolve()
-    return _usual(one) == _usual(other)
-
-
-def _usual(place: str) -> tuple[str, str]:
-    protocol, _, rest = place.partition("://")
-    return _EXTRAS.get(protocol, protocol), rest.rstrip("/")
+    split = (place.partition("://") for place in (one, other))
+    return len({(_EXTRAS.get(protocol, protocol), rest.rstrip("/")) for protocol, _, rest in split}) == 1

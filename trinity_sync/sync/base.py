@@ -237,7 +237,7 @@ class SyncMode(ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class Published:
-    """A publisher's report on a version, of which a part may have been sent only."""
+    """A publisher's report on a version. `nbytes` are those that were made to be sent."""
 
     encoding: str
     nbytes: int

@@ -63,9 +63,14 @@ def enter(store: Store, rank: int, size: int, transport: str, timeout_s: float) 
         return BroadcastGroup(group, device_of(transport), timeout_s)
     if store.add("entered", 1) == size:
         store.set(COMPLETE, "")
-    return BroadcastGroup(
-        group, device_of(transport), timeout_s, partial(store.wait, [COMPLETE], timedelta(seconds=timeout_s))
-    )
+    return BroadcastGroup(group, device_of(transport), timeout_s, partial(_wait_complete, store, timeout_s))
+
+
+def _wait_complete(store: Store, timeout_s: float) -> None:
+    try:
+        store.wait([COMPLETE], timedelta(seconds=timeout_s))
+    except RuntimeError as error:
+        raise RuntimeError(f"another member of the group did not enter it within {timeout_s:g} s") from error
 
 
 def serve_store(host: str, timeout_s: float) -> TCPStore:

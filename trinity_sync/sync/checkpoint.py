@@ -172,8 +172,7 @@ class DeltaPublisher(CheckpointPublisher):
         folder = version_folder(self._root, sealed.version)
         make_folder(folder)
         written = self._deltas.encode(sealed, folder, pays=True, durable=self._durable)
-        kept = base_every is not None or self._side.versions is not None
-        if written and not kept and self._deltas.are_large(sealed, written):
+        if written and not self._deltas.kept and self._deltas.are_large(sealed, written):
             shutil.rmtree(folder, ignore_errors=True)
             return self._publish_whole(sealed, full or self._write(sealed))
         by_start: dict[Version, list[WrittenDelta]] = {}

@@ -79,8 +79,8 @@ class VersionDeltas:
 
     def __init__(self, side: TrainerSide, codec: str, spans: tuple[int, ...] = SPANS, *, always: bool = True) -> None:
         self._side = side
-        kept = side.versions is not None or side.base_every is not None
-        self._how = "gap8z" if codec == "auto" and not kept else codec, spans
+        self.kept = side.versions is not None or side.base_every is not None  # by a store, by a history
+        self._how = "gap8z" if codec == "auto" and not self.kept else codec, spans
         self._always = always
         self._before: tuple[Version, int] | None = None  # the last version and its slot
         self._begun = False

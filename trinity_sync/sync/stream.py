@@ -276,11 +276,7 @@ Named = tuple[str, torch.Tensor]
 
 
 class Stream:
-    """The shards that one sender sends, over a link and the `BucketReceiver` for it. `base`: as of `send`.
-
-    Attributes:
-        nbytes: that have travelled.
-    """
+    """The shards that one sender sends, over a link and the `BucketReceiver` for it. `base`: as of `send`."""
 
     def __init__(self, spoke: Spoke, receiver: BucketReceiver, base: BucketBase | None = None) -> None:
         self._spoke = spoke
@@ -289,7 +285,7 @@ class Stream:
         self._ready: deque[tuple[Shard, torch.Tensor]] = deque()
         self._buckets = 0
         self._tensors = 0
-        self.nbytes = 0
+        self.nbytes = 0  # that have travelled
         self.end: End | None = None
 
     @property

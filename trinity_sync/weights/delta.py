@@ -203,9 +203,7 @@ def apply(
 
 def apply_chain(array: Array, deltas: Sequence[Part | bytearray], dtype: str, *, kept: bool) -> None:
     """Apply deltas in place, each to the result of the one before. The digest of the array is compared before the first
-    and after the last one, so it is read twice however many there are.
-
-    Raises as `apply`. `kept`: an error of the first one leaves the array as it was.
+    and after the last one. Raises as `apply`. `kept`: an error of the first one leaves the array as it was.
     """
     known = None
     for number, one in enumerate(deltas, 1):

@@ -53,6 +53,7 @@ ABANDONED = "manifest.abandoned.json"
 
 #: Of a run that is about to put its mark there.
 _CLAIM = ".claim-"
+
 #: Files on their way at a time, each over a connection of its own.
 _STREAMS = 4
 _TICK_S = 1.0
@@ -244,7 +245,7 @@ class Mirror:
         if copy is not None and (copy.kind == FULL) != (manifest.kind == FULL):
             held, told = ("a checkpoint", "version") if copy.kind == FULL else ("a version", "checkpoint")
             raise ForeignError(
-                f"{folder} there is {held} of this run, and not a {told}; name another place for one kind"
+                f"{folder} there is {held} of this run, and not a {told}; give checkpoints and versions two places"
             )
         arrived = {entry.path for entry in manifest.files if present.get(entry.path) == entry.bytes}
         if copy == manifest and len(arrived) == len(manifest.files):

@@ -36,9 +36,8 @@ from trinity_sync.checkpoint.mirror.run_mirror import DELTA_FILES, MirrorSetting
 from trinity_sync.errors import ConfigError, RunError, TrinityError
 from trinity_sync.host.durable import make_folder, replace_file, sync_folder
 from trinity_sync.host.locks import open_lock, try_lock
-from trinity_sync.protocol.parts import delta_file
 from trinity_sync.protocol.versions import Version
-from trinity_sync.weights.part_delta import PartDelta, Point, Step, VersionIndex, find_route
+from trinity_sync.weights.part_delta import Point, Step, VersionIndex, apply_steps, find_route
 
 CURRENT = "current"
 _OWN, _HELD, _STATE = ".follow", "held", "version.json"
@@ -160,11 +159,8 @@ class VersionFollower:
         try:
             with ThreadPoolExecutor(os.cpu_count()) as pool:
                 for layout, data in parts:
-                    before: PartDelta | None = None
-                    for step in fetched.steps:
-                        path = step_dir(self._own, step[1][1]) / DELTA_FILES / delta_file(layout.part, step[0])
-                        last, before = before, PartDelta.read(path, layout, step)
-                        before.apply(layout, data, pool, last, checked=step == fetched.steps[-1])
+                    for _ in apply_steps(layout, data, fetched.steps, self._deltas_to, pool):
+                        pass
             replace_file(held / _STATE, json.dumps([of.run, *of.point]))
             version = RestoredVersion(held, fetched.version, files)
             done = export_checkpoint(held, self._into / of.folder, dtype="as-saved", version=version)
@@ -176,6 +172,9 @@ class VersionFollower:
             raise RunError(f"version {Version(*of.point)} cannot be made: {error}") from error
         if done.missing:
             self._say(f"version {Version(*of.point)} lacks {len(done.missing)} tensors that were not trained")
+
+    def _deltas_to(self, end: Point) -> Path:
+        return step_dir(self._own, end[1]) / DELTA_FILES
 
     def _shown(self) -> _Of | None:
         """Return the version to which the link leads; None: to none. OSError: it cannot be read now."""
@@ -195,7 +194,7 @@ class VersionFollower:
     def _delete_others(self, shown: _Of | None) -> None:
         for path in self._into.glob("*version-*"):
             if _VERSION.match(path.name.removeprefix(".")) and (shown is None or path.name != shown.folder):
-                shutil.rmtree(path, ignore_errors=True)  # one of which a reader has files goes later
+                shutil.rmtree(path, ignore_errors=True)  # a reader may have its files open
 
 
 # ---- done in a process of its own

@@ -47,7 +47,7 @@ from trinity_sync.host.child_process import Channel, Child, start_child
 from trinity_sync.host.masking import shown, without_secrets
 from trinity_sync.host.origin import shortened
 from trinity_sync.host.threads import run_when_idle
-from trinity_sync.host.urls import local_folder
+from trinity_sync.host.urls import are_same
 from trinity_sync.models.files import ModelFiles
 from trinity_sync.protocol.parts import FileEntry
 from trinity_sync.protocol.retention import Policy
@@ -192,8 +192,7 @@ class RunMirror:
             fault(f"mirror {self.name}", f"not copied at the end of the run: {text}")
 
     def _check_apart(self, root: Path) -> None:
-        folder = local_folder(self.place)
-        if folder is not None and folder.resolve() == root.resolve():
+        if are_same(self.place, str(root)):
             key = self.settings.key
             raise ConfigError(f"{key}={self.place} is the checkpoint folder itself; name another place")
 
@@ -469,10 +468,9 @@ class VersionCopies:
         while (one := self._todo.get()) is not None:
             future, version, digest, folder = one
             if future.set_running_or_notify_cancel():
-                try:
+                with contextlib.suppress(Exception):  # of the report; the next version is completed all the same
                     self._complete(version, digest, folder)
-                finally:
-                    future.set_result(None)
+                future.set_result(None)
 
     def _complete(self, version: Version, digest: str | None, folder: Path) -> None:
         """Write the manifest of a version, and have it copied."""
