@@ -215,7 +215,9 @@ def restore(folder: Path, count: int, steps: list[tuple[int, int]], pool: Thread
     segment = bytearray(folder.joinpath("base").read_bytes())
     xxh3_128_digest(segment)
     named = [((0, start), (0, end)) for start, end in steps]
-    for _ in apply_steps(layout, segment, named, lambda end: folder / str(end[1]), pool):
+    for _ in apply_steps(
+        layout, segment, named, lambda part, step: folder / str(step[1][1]) / delta_file(part, step[0]), pool
+    ):
         pass
     folder.joinpath("made").write_bytes(segment)
     return time.perf_counter() - began

@@ -306,6 +306,13 @@ def test_each_explorer_joins_by_itself_takes_the_newest_version_and_is_replaced_
     assert pool.places().keys() == {"explorer-0"}
     assert len(pools.faults) == 2
     with pytest.raises(MemberDied):  # nothing is left of it
+        produce_for(30, pool, work)
+
+
+def produce_for(seconds: float, pool: ExplorerPool, work: list[tuple[int, list[Prompt]]]) -> None:
+    """Ask again and again: Ray ends a process a little after it is told to."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
         pool.produce("explorer-1", work, 1)
 
 

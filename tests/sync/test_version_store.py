@@ -41,6 +41,7 @@ class Deltas:
             (folder / delta_file(one.part, one.start)).touch()
         return found
 
+    kept = True
     report = commit = Mock()
     pays = Mock(return_value=True)
 

@@ -216,8 +216,8 @@ def walked(
         (folder / str(end) / delta_file("rank-00000", (0, start))).write_bytes(data)
     steps = [((0, step), (0, step + 1)) for step in range(len(segments) - 1)]
     segment, seen = bytearray(segments[0]), []
-    folder_of = lambda end: folder / str(end[1])  # noqa: E731
-    for step in apply_steps(LAYOUT, segment, steps, folder_of, POOL, each=each):
+    file_of = lambda part, step: folder / str(step[1][1]) / delta_file(part, step[0])  # noqa: E731
+    for step in apply_steps(LAYOUT, segment, steps, file_of, POOL, each=each):
         between(segment, step[0][1])
         seen.append(step)
     return segment, seen

@@ -17,7 +17,6 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Se
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Literal
@@ -40,7 +39,7 @@ from trinity_sync.checkpoint.reading.verl_shards import (
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.host.durable import sync_folder, write_all
 from trinity_sync.models.files import CONFIG, ModelFiles, is_weights
-from trinity_sync.protocol.parts import HISTORY, LeftOut, version_folder
+from trinity_sync.protocol.parts import HISTORY, LeftOut, delta_file, version_folder
 from trinity_sync.weights import shards
 from trinity_sync.weights.delta import DeltaError
 from trinity_sync.weights.digests import version_digest
@@ -344,9 +343,9 @@ def restore_version(root: Path, version: Point, into: Path) -> RestoredVersion:
             parts = [open_shard_file(file, writable=True) for file in files]
             at: Step | None = None
             try:
+                delta_of = lambda part, step: version_folder(deltas, step[1]) / delta_file(part, step[0])  # noqa: E731
                 for layout, data in parts:
-                    steps = route.steps(version)
-                    for step in apply_steps(layout, data, steps, partial(version_folder, deltas), pool, each=careful):
+                    for step in apply_steps(layout, data, route.steps(version), delta_of, pool, each=careful):
                         at = step
                 return RestoredVersion(base, manifest, files)
             except DeltaError as error:

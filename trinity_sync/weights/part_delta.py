@@ -23,7 +23,6 @@ import numpy as np
 from xxhash import xxh3_128
 
 from trinity_sync.host.durable import replace_file
-from trinity_sync.protocol.parts import delta_file
 from trinity_sync.weights import delta, native
 from trinity_sync.weights.delta import DeltaError, Part, WrongBaseError
 from trinity_sync.weights.layout import PartLayout, Segment
@@ -260,18 +259,18 @@ def apply_steps(
     layout: PartLayout,
     segment: Segment,
     steps: Sequence[Step],
-    folder_of: Callable[[Point], Path],
+    file_of: Callable[[str, Step], Path],
     pool: Executor,
     *,
     each: bool = False,
 ) -> Iterator[Step]:
-    """Yield each step, then apply its delta, from the folder of its end, to a part in place. Digests are compared
-    before the first and after the last, with `each` also in between. Errors are those of the step that came last.
+    """Yield each step, then apply its delta, from its file, to a part in place. Digests are compared before the first
+    and after the last, with `each` also in between. Errors are those of the step that came last.
     """
     before: PartDelta | None = None
     for step in steps:
         yield step
-        read = PartDelta.read(folder_of(step[1]) / delta_file(layout.part, step[0]), layout, step)
+        read = PartDelta.read(file_of(layout.part, step), layout, step)
         read.apply(layout, segment, pool, before, checked=each or step == steps[-1])
         before = read
 

@@ -36,6 +36,7 @@ from trinity_sync.checkpoint.mirror.run_mirror import DELTA_FILES, MirrorSetting
 from trinity_sync.errors import ConfigError, RunError, TrinityError
 from trinity_sync.host.durable import make_folder, replace_file, sync_folder
 from trinity_sync.host.locks import open_lock, try_lock
+from trinity_sync.protocol.parts import delta_file
 from trinity_sync.protocol.versions import Version
 from trinity_sync.weights.part_delta import Point, Step, VersionIndex, apply_steps, find_route
 
@@ -159,7 +160,7 @@ class VersionFollower:
         try:
             with ThreadPoolExecutor(os.cpu_count()) as pool:
                 for layout, data in parts:
-                    for _ in apply_steps(layout, data, fetched.steps, self._deltas_to, pool):
+                    for _ in apply_steps(layout, data, fetched.steps, self._delta_of, pool):
                         pass
             replace_file(held / _STATE, json.dumps([of.run, *of.point]))
             version = RestoredVersion(held, fetched.version, files)
@@ -173,8 +174,8 @@ class VersionFollower:
         if done.missing:
             self._say(f"version {Version(*of.point)} lacks {len(done.missing)} tensors that were not trained")
 
-    def _deltas_to(self, end: Point) -> Path:
-        return step_dir(self._own, end[1]) / DELTA_FILES
+    def _delta_of(self, part: str, step: Step) -> Path:
+        return step_dir(self._own, step[1][1]) / DELTA_FILES / delta_file(part, step[0])
 
     def _shown(self) -> _Of | None:
         """Return the version to which the link leads; None: to none. OSError: it cannot be read now."""
