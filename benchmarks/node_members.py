@@ -19,8 +19,8 @@ from trinity_sync.host.channel import Connection, Listener, open_connection, pac
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync.pieces import (
     BroughtParts,
-    Chain,
-    HeldPart,
+    NodeChain,
+    PartPieces,
     PieceServer,
     PieceSource,
     PieceTransport,
@@ -35,7 +35,7 @@ LIMIT_S = 600.0
 
 def owner(host: str, others: int, parts: int, nbytes: int, versions: int, root: str) -> None:
     """Print the seconds of each version, from the word to begin to the last node that has it, and processor seconds."""
-    server, chains = PieceServer(host, KEY, "the owner", LIMIT_S), dict[tuple[int, str], Chain]()
+    server, chains = PieceServer(host, KEY, "the owner", LIMIT_S), dict[tuple[int, str], NodeChain]()
     sizes = {f"part-{number}": nbytes // parts for number in range(parts)}
     ready: SimpleQueue[Connection] = SimpleQueue()
 
@@ -58,9 +58,9 @@ def owner(host: str, others: int, parts: int, nbytes: int, versions: int, root: 
         for step in range(versions):
             version, slot = Version(0, step), step % 2
             for part, size in sizes.items():
-                held = HeldPart(version, memoryview(arena.map(slot, part))[:size], whole=True)
+                held = PartPieces(version, memoryview(arena.map(slot, part))[:size], whole=True)
                 server.hold(slot, part, held)
-                chains[slot, part] = Chain(held, server.source)
+                chains[slot, part] = NodeChain(held, server.source)
             began, used = time.perf_counter(), time.process_time()
             for connection in joined:
                 connection.send(pack((version, slot, sizes)), LIMIT_S)

@@ -19,8 +19,8 @@ from trinity_sync.host.channel import Connection, Listener
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync.pieces import (
     BroughtParts,
-    Chain,
-    HeldPart,
+    NodeChain,
+    PartPieces,
     PartTransport,
     PieceRequest,
     PieceServer,
@@ -65,8 +65,8 @@ class Owner:
     def __init__(self, data: bytes, *, whole: bool = True) -> None:
         self.data = data
         self.server = WatchedServer(HERE, SECRET, self.who, LIMIT)
-        self.held = HeldPart(VERSION, memoryview(bytearray(data)), whole=whole, piece_bytes=PIECE)
-        self.chain = Chain(self.held, self.server.source)
+        self.held = PartPieces(VERSION, memoryview(bytearray(data)), whole=whole, piece_bytes=PIECE)
+        self.chain = NodeChain(self.held, self.server.source)
         self.server.hold(SLOT, PART, self.held)
 
     def source(
@@ -88,12 +88,12 @@ class Node:
     def __init__(self, name: str, *, stall_s: float = LIMIT, secret: bytes = SECRET) -> None:
         self.server = WatchedServer(HERE, secret, name, LIMIT)
         self.transport = PieceTransport(self.server, secret, stall_s)
-        self.held: HeldPart
+        self.held: PartPieces
         self.memory = b""
 
     def bring(self, owner: Owner) -> list[str]:
         self.memory = bytearray(len(owner.data))
-        self.held = HeldPart(VERSION, memoryview(self.memory), whole=False, piece_bytes=PIECE)
+        self.held = PartPieces(VERSION, memoryview(self.memory), whole=False, piece_bytes=PIECE)
         return list(self.transport.bring(owner.wanted(), self.held))
 
     def begin(self, owner: Owner) -> Begun:
@@ -194,7 +194,7 @@ def test_the_owner_serves_the_first_node_and_a_late_one_takes_from_the_last(
 def test_no_node_ever_waits_for_itself() -> None:
     """Nodes that have failed others take from the owner, so sources are always earlier ones."""
     owner = PieceSource(HERE, 1, "owner")
-    chain = Chain(HeldPart(VERSION, memoryview(b""), whole=True), owner)
+    chain = NodeChain(PartPieces(VERSION, memoryview(b""), whole=True), owner)
     first, second, third = (PieceSource(HERE, port, f"node {port}") for port in (2, 3, 4))
     assert [chain.source(one, []) for one in (first, second, third)] == [owner._replace(owner=True), first, second]
     assert chain.source(third, [second]) == first
@@ -329,9 +329,9 @@ def test_a_closed_server_ends_its_connections_and_threads(make_owner: MakeOwner,
 class Parts(BroughtParts):
     """Those of a node, in a folder of the test."""
 
-    def __init__(self, folder: Path, *transports: PartTransport) -> None:
+    def __init__(self, folder: Path, *transports: PartTransport, root: str = "") -> None:
         def make(part: str, nbytes: int) -> SlotArena:
-            return SlotArena.create(f"run-{part}", 2, {part: nbytes}, root=folder, fallback=folder / "fallback")
+            return SlotArena.create(f"run-{part}", 2, {part: nbytes}, root=folder / root, fallback=folder / "fallback")
 
         super().__init__(transports, make, PIECE)
 
@@ -340,8 +340,8 @@ class Parts(BroughtParts):
 def make_parts(tmp_path: Path) -> Iterator[Callable[..., Parts]]:
     made = []
 
-    def make(*transports: PartTransport) -> Parts:
-        made.append(Parts(tmp_path, *transports))
+    def make(*transports: PartTransport, **settings: Any) -> Parts:
+        made.append(Parts(tmp_path, *transports, **settings))
         return made[-1]
 
     yield make
@@ -393,7 +393,7 @@ class Copying:
     def __init__(self, data: bytes) -> None:
         self._data = data
 
-    def bring(self, wanted: WantedPart, into: HeldPart) -> tuple[str, ...]:
+    def bring(self, wanted: WantedPart, into: PartPieces) -> tuple[str, ...]:
         into.fill(memoryview(self._data))
         return ()
 
@@ -418,6 +418,17 @@ def test_without_another_transport_that_is_an_error(
     parts = make_parts(make_node("node", secret=b"x" * 32).transport)
     with pytest.raises(UnreachableError, match="accepts no connection"):
         parts.bring(make_owner(b"1234").wanted()).result(LIMIT)
+
+
+def test_a_node_with_less_shared_memory_than_a_version_takes_it_into_a_file_and_says_so(
+    make_owner: MakeOwner, make_parts: MakeParts
+) -> None:
+    owner = make_owner(random_bytes(5 * PIECE))
+    parts = make_parts(Copying(owner.data), root="no such place")
+    path = Path(parts.bring(owner.wanted()).result(LIMIT))
+    assert path.read_bytes()[: 5 * PIECE] == owner.data
+    [note] = parts.take_errors()
+    assert "no such place cannot hold the 2 slots" in note
 
 
 def test_a_node_without_room_for_a_part_says_so(make_parts: MakeParts, make_owner: MakeOwner) -> None:

@@ -41,8 +41,8 @@ from trinity_sync.sync.deltas import KeptDeltas
 from trinity_sync.sync.pieces import (
     BroughtPart,
     BroughtParts,
-    Chain,
-    HeldPart,
+    NodeChain,
+    PartPieces,
     PartTransport,
     PieceServer,
     PieceSource,
@@ -120,7 +120,7 @@ class NodeAgent:
         who = f"the agent of node {self._node}"
         self._server = PieceServer(ray.util.get_node_ip_address(), config.secret, who, stall_s)
         self._brought = BroughtParts(self._transports(stall_s), self._make_slots)
-        self._chains: dict[tuple[int, str], Chain] = {}  # by slot and part
+        self._chains: dict[tuple[int, str], NodeChain] = {}  # by slot and part
         # By part: the newest version that other nodes have asked for, and its copy in Ray's object store.
         self._shared: dict[str, tuple[Version, asyncio.Future[ray.ObjectRef]]] = {}
         self._states = StateSlots(
@@ -284,19 +284,16 @@ class NodeAgent:
         config = self._config
         remove_stale(config.root)
         key, fallback = f"{config.run_key}-{self._node}-{part}", Path(config.fallback)
-        arena = SlotArena.create(key, config.slots, {part: nbytes}, root=config.root, fallback=fallback)
-        for note in arena.notes:
-            story.warning("%s", note)
-        return arena
+        return SlotArena.create(key, config.slots, {part: nbytes}, root=config.root, fallback=fallback)
 
     async def source(
         self, version: Version, slot: int, part: str, asker: PieceSource, failed: Sequence[PieceSource]
     ) -> PieceSource:
-        """Return the node from which another one takes a part of a leased version; see `Chain.source`."""
+        """Return the node from which another one takes a part of a leased version; see `NodeChain.source`."""
         chain = self._chains.get((slot, part))
         if chain is None or chain.held.version != version:
             memory = memoryview(self._maps[slot, part])[: self._layouts[part].nbytes]
-            chain = self._chains[slot, part] = Chain(HeldPart(version, memory, whole=True), self._server.source)
+            chain = self._chains[slot, part] = NodeChain(PartPieces(version, memory, whole=True), self._server.source)
             self._server.hold(slot, part, chain.held)
         return chain.source(asker, failed)
 
@@ -474,7 +471,7 @@ class ObjectTransport:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
 
-    def bring(self, wanted: WantedPart, into: HeldPart) -> Sequence[str]:
+    def bring(self, wanted: WantedPart, into: PartPieces) -> Sequence[str]:
         owner = wanted.owner
         [shared] = owner.share(wanted.version, wanted.slot, wanted.part).result(self._timeout_s)
         coming: Call[np.ndarray] = Call(shared, owner.who, f"send {wanted.part} of version {wanted.version}")

@@ -4,7 +4,7 @@ The agent of the node that staged a part is its owner. It lists the nodes that a
 the node that asked before it; to the first one itself. A node serves a piece as soon as it has it and has checked its
 digest, so a version passes several nodes in about the time of one, and leaves the owner's node once:
 
-1. An explorer's node agent asks the owner for a source (`Chain.source`), connects to it, and names the part, the
+1. An explorer's node agent asks the owner for a source (`NodeChain.source`), connects to it, and names the part, the
    version and the first piece that it lacks (`PieceRequest`).
 2. The source (`PieceServer`) sends each piece behind its length and its digest. While it waits for a piece itself it
    says so each second, so a timeout of the receiver covers one hop.
@@ -82,12 +82,12 @@ class UnreachableError(RunError):
     """The owner of a part accepts no connection from this node."""
 
 
-class HeldPart:
-    """A part of a version in this node's memory. Its pieces arrive in order; each may be read once it is there.
+class PartPieces:
+    """The pieces of a part of a version in this node's memory. They arrive in order; each may be read once it is there.
 
     Args:
-        memory: of its bytes.
-        whole: they are there.
+        memory: of the part.
+        whole: all are there.
     """
 
     def __init__(self, version: Version, memory: memoryview, *, whole: bool, piece_bytes: int = PIECE_BYTES) -> None:
@@ -158,7 +158,7 @@ class HeldPart:
             self._changed.notify_all()
 
 
-class Chain:
+class NodeChain:
     """The nodes that take a part of a version, in the order in which they asked.
 
     Args:
@@ -166,7 +166,7 @@ class Chain:
         owner: serves it.
     """
 
-    def __init__(self, held: HeldPart, owner: PieceSource) -> None:
+    def __init__(self, held: PartPieces, owner: PieceSource) -> None:
         self.held = held
         self._owner = owner._replace(owner=True)
         self._nodes: list[PieceSource] = []
@@ -197,7 +197,7 @@ class PieceServer:
 
     def __init__(self, host: str, secret: bytes | None, who: str, stall_s: float) -> None:
         self._host, self._secret, self._who, self._stall_s = host, secret, who, stall_s
-        self._held: dict[tuple[int, str], HeldPart] = {}
+        self._held: dict[tuple[int, str], PartPieces] = {}
         self._lock = threading.Lock()
         self._connections: set[Connection] = set()
         self._closed = False
@@ -220,7 +220,7 @@ class PieceServer:
                     raise UnreachableError(f"{self._who} cannot listen at {self._host}: {error}") from error
             return PieceSource(self._host, int(self._listener.address[1]), self._who)
 
-    def hold(self, slot: int, part: str, held: HeldPart) -> None:
+    def hold(self, slot: int, part: str, held: PartPieces) -> None:
         """Serve a part from now on, in place of that of another version in its slot."""
         with self._lock:
             self._held[slot, part] = held
@@ -270,7 +270,7 @@ class PieceServer:
 class PartTransport(Protocol):
     """A way for parts between nodes. Any thread."""
 
-    def bring(self, wanted: WantedPart, into: HeldPart) -> Sequence[str]:
+    def bring(self, wanted: WantedPart, into: PartPieces) -> Sequence[str]:
         """Bring the pieces that `into` lacks; return the errors that were overcome.
 
         Raises:
@@ -291,7 +291,7 @@ class PieceTransport:
     def __init__(self, server: PieceServer, secret: bytes, stall_s: float) -> None:
         self._server, self._secret, self._stall_s = server, secret, stall_s
 
-    def bring(self, wanted: WantedPart, into: HeldPart) -> Sequence[str]:
+    def bring(self, wanted: WantedPart, into: PartPieces) -> Sequence[str]:
         asker = self._server.source
         self._server.hold(wanted.slot, wanted.part, into)
         failed: list[PieceSource] = []
@@ -314,7 +314,7 @@ class PieceTransport:
                 failed.append(source)
         return errors
 
-    def _take(self, wanted: WantedPart, into: HeldPart, source: PieceSource) -> None:
+    def _take(self, wanted: WantedPart, into: PartPieces, source: PieceSource) -> None:
         with closing(self._connect(source)) as connection:
             into.arrive_over(connection)
             try:
@@ -336,7 +336,7 @@ class PieceTransport:
             place = f"{source.who} at {source.host}:{source.port}"
             raise UnreachableError(f"{place} accepts no connection ({error or 'it was closed'})") from error
 
-    def _take_piece(self, connection: Connection, into: HeldPart) -> None:
+    def _take_piece(self, connection: Connection, into: PartPieces) -> None:
         head = bytearray(_HEAD.size)
         connection.receive_data(memoryview(head), self._stall_s)
         kind, nbytes, digest = _HEAD.unpack(head)
@@ -361,7 +361,7 @@ class BroughtPart(NamedTuple):
     """A part of another node, as the agent has it."""
 
     path: str
-    errors: Sequence[str]  # that were overcome since the last answer
+    errors: Sequence[str]  # that were overcome since the last answer, and a lack of shared memory
 
 
 class BroughtParts:
@@ -387,7 +387,7 @@ class BroughtParts:
         self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="part")
         self._lock = threading.Lock()
         self._arenas: dict[str, tuple[int, SlotArena]] = {}
-        self._coming: dict[tuple[int, str], tuple[HeldPart, Future[str]]] = {}
+        self._coming: dict[tuple[int, str], tuple[PartPieces, Future[str]]] = {}
         self._errors: list[str] = []
 
     def bring(self, wanted: WantedPart) -> Future[str]:
@@ -406,7 +406,7 @@ class BroughtParts:
                 held.end(f"its slot is for version {wanted.version} now")
             arena = self._arena(wanted)
             memory = memoryview(arena.map(*key))[: wanted.nbytes]
-            held = HeldPart(wanted.version, memory, whole=False, piece_bytes=self._piece_bytes)
+            held = PartPieces(wanted.version, memory, whole=False, piece_bytes=self._piece_bytes)
             begun = self._threads.submit(self._bring, wanted, held, str(arena.path(*key)), coming)
             self._coming[key] = held, begun
             return begun
@@ -434,10 +434,12 @@ class BroughtParts:
             if arena is not None:
                 arena.close()
             arena = self._make_arena(wanted.part, wanted.nbytes)
+            for note in arena.notes:
+                self._tell(note)
             self._arenas[wanted.part] = wanted.nbytes, arena
         return arena
 
-    def _bring(self, wanted: WantedPart, held: HeldPart, path: str, before: Future[str] | None) -> str:
+    def _bring(self, wanted: WantedPart, held: PartPieces, path: str, before: Future[str] | None) -> str:
         if before is not None:
             wait([before])
         try:
@@ -463,5 +465,8 @@ class BroughtParts:
                 if len(self._transports) == 1:
                     raise error
                 del self._transports[0]
-                self._errors.append(f"{error}; so versions travel as Ray's objects from now on")
-                story.warning("%s", self._errors[-1])
+                self._tell(f"{error}; so versions travel as Ray's objects from now on")
+
+    def _tell(self, error: str) -> None:
+        story.warning("%s", error)
+        self._errors.append(error)
