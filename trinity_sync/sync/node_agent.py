@@ -120,7 +120,9 @@ class NodeAgent:
         who = f"the agent of node {self._node}"
         self._server = PieceServer(ray.util.get_node_ip_address(), config.secret, who, stall_s)
         self._brought = BroughtParts(self._transports(stall_s), self._make_slots)
-        self._chains: dict[tuple[int, str], NodeChain] = {}  # by slot and part
+        # By slot and part: the version there, and the nodes that take it.
+        self._filled: dict[tuple[int, str], Version] = {}
+        self._chains: dict[tuple[int, str], NodeChain] = {}
         # By part: the newest version that other nodes have asked for, and its copy in Ray's object store.
         self._shared: dict[str, tuple[Version, asyncio.Future[ray.ObjectRef]]] = {}
         self._states = StateSlots(
@@ -173,6 +175,7 @@ class NodeAgent:
         """Record that a rank has filled its segment, which blocked it for `blocked_s` seconds. With the last rank, the
         digests of this node are computed and reported.
         """
+        self._filled[slot, part] = version
         if (chain := self._chains.pop((slot, part), None)) is not None:
             chain.held.end(f"its slot has version {version} now")
         staged = self._staged.setdefault(version, {})
@@ -290,8 +293,10 @@ class NodeAgent:
         self, version: Version, slot: int, part: str, asker: PieceSource, failed: Sequence[PieceSource]
     ) -> PieceSource:
         """Return the node from which another one takes a part of a leased version; see `NodeChain.source`."""
+        if self._filled.get((slot, part)) != version:
+            raise RunError(f"slot {slot} of {part} has no longer version {version}: the lease on it has expired")
         chain = self._chains.get((slot, part))
-        if chain is None or chain.held.version != version:
+        if chain is None:
             memory = memoryview(self._maps[slot, part])[: self._layouts[part].nbytes]
             chain = self._chains[slot, part] = NodeChain(PartPieces(version, memory, whole=True), self._server.source)
             self._server.hold(slot, part, chain.held)
