@@ -516,7 +516,7 @@ def test_other_overrides_of_a_backend_are_refused(launcher: Computing, setting: 
     [
         "{_target_:trinity_sync.tasks.verl._loaded,path:evil.py,name:f,_partial_:false}",
         "{_target_:trinity_sync.tasks.verl.VerlReward,_args_:[evil.py,f]}",
-        "{_target_:trinity_sync.tasks.reward_process._loaded,pickled:evil.py}",
+        "{_target_:trinity_sync.tasks.reward_processes._loaded,pickled:evil.py}",
         "{_target_:trinity_sync.tracking.wandb.WandbTracker,project:evil}",
     ],
 )
