@@ -642,9 +642,7 @@ def is_open(descriptor: int) -> bool:
 
 def test_numpy_is_left_to_the_users_function() -> None:
     """Its import starts threads, whose number the file of the function may set before."""
-    code = (
-        "import sys, trinity_sync.tasks.reward_processes; sys.exit('numpy' in sys.modules)"
-    )
+    code = "import sys, trinity_sync.tasks.reward_processes; sys.exit('numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 
