@@ -54,8 +54,7 @@ from trinity_sync.tracking.summary import SKIPPED
 from trinity_sync.trainer.algorithms.base import MISMATCH
 from trinity_sync.trainer.algorithms.policy_loss import as_means
 from trinity_sync.trainer.base_model import check_held
-from trinity_sync.trainer.member import Member
-from trinity_sync.trainer.rendezvous import join_group
+from trinity_sync.trainer.member import Member, join_group
 from trinity_sync.trainer.training_batch import (
     Batching,
     check_fits,
