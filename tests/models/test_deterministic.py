@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from trinity_sync.config import compose, typed
-from trinity_sync.explorer.explorer_spec import explorer_spec
+from trinity_sync.explorer.actor import explorer_spec
 from trinity_sync.trainer.worker_spec import worker_spec
 
 PROGRAM = """

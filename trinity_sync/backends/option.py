@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
-from trinity_sync.backends.sequence_packing import unpackable
 from trinity_sync.config import Check, Get, Problem, build
 from trinity_sync.config.model_checks import model_fields
 from trinity_sync.config.schema import BackendConfig, Config
@@ -336,3 +335,42 @@ def check_sharing(get: Get) -> Iterator[Problem]:
         yield Problem(
             "backend.sp", f"is {sharing}; it must divide the model's num_key_value_heads ({pairs}), or be a multiple"
         )
+
+
+# The models that support sequences packed without padding, one after another in one row (`trainer.remove_padding`).
+
+
+ATTENTION = "trinity_packed"
+"""Name of the attention for transformers in place of sdpa, see `trinity_sync.backends.packed_attention`."""
+
+FAMILIES = (
+    "deepseek_v3",
+    "glm4",
+    "glm4_moe",
+    "granitemoe",
+    "llama",
+    "mistral",
+    "mixtral",
+    "olmo2",
+    "phi3",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+)
+"""Model families of transformers whose log-probs were compared, packed and padded."""
+
+
+def unpackable(model: Mapping[str, object], attention: str) -> str | None:
+    """Return why a model does not support packed sequences; None: it does."""
+    if attention == "eager":
+        return "model.attn_implementation is eager, which sees across the ends of packed sequences"
+    family = model.get("model_type")
+    if family not in FAMILIES:
+        return f"models of the family {family} are not among those that were tried so ({', '.join(FAMILIES)})"
+    layers = model.get("layer_types")
+    windowed = [kind for kind in layers if kind != "full_attention"] if isinstance(layers, Sequence) else []
+    window = model.get("sliding_window") if model.get("use_sliding_window", True) else None
+    if windowed or (not layers and window is not None):
+        return f"the model has layers of {windowed[0] if windowed else 'sliding_attention'}, which are padded only"
+    return None

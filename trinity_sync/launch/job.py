@@ -145,7 +145,7 @@ class Job:
 
     def _version_copies(self) -> VersionCopies | None:
         from trinity_sync.checkpoint.mirror.run_mirror import VersionCopies
-        from trinity_sync.models.hub import cached_folder
+        from trinity_sync.models.files import cached_folder
 
         store, start = self._setup.store, self._start
         if store is None or store.owner is None:

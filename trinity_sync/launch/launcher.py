@@ -48,8 +48,7 @@ from trinity_sync.launch.start import (
     run_mirror,
     written_places,
 )
-from trinity_sync.models.files import MAX_FILE_BYTES, ModelFiles, check_alone, check_code
-from trinity_sync.models.hub import check_named
+from trinity_sync.models.files import MAX_FILE_BYTES, ModelFiles, check_alone, check_code, check_named
 from trinity_sync.models.tokens import check_vocabulary
 from trinity_sync.tracking.events import RowsEvent
 from trinity_sync.tracking.recorder import Recorder

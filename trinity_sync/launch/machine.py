@@ -27,7 +27,7 @@ from trinity_sync.config.model_checks import parameters, read_fields
 from trinity_sync.config.schema import Config, retention_policies
 from trinity_sync.errors import ConfigError, TrinityError
 from trinity_sync.host.locks import own_name
-from trinity_sync.models.hub import cached_folder
+from trinity_sync.models.files import cached_folder
 from trinity_sync.protocol.retention import most_at_once
 from trinity_sync.trainer.algorithms.base import algorithm_of
 from trinity_sync.weights import native

@@ -23,9 +23,8 @@ from trinity_sync.tracking.recorder import Recorder
 
 if TYPE_CHECKING:
     from trinity_sync.actors.synchronizer_client import SynchronizerClient
-    from trinity_sync.explorer.free_rollout import FreeRollout
     from trinity_sync.explorer.pool import ExplorerPool
-    from trinity_sync.explorer.rollout import NoData, RolloutData
+    from trinity_sync.explorer.rollout import FreeRollout, NoData, RolloutData
     from trinity_sync.explorer.validation import Validation, ValidationSettings, VersionValidations
     from trinity_sync.launch.row_scan import Scanned
     from trinity_sync.samples.advantages import GroupFilter, Judge
@@ -230,7 +229,7 @@ def free_data(
     validations: VersionValidations | None = None,
 ) -> FreeRollout:
     """Make the source of samples of a run whose explorers run ahead of the trainer."""
-    from trinity_sync.explorer.free_rollout import FreeRollout
+    from trinity_sync.explorer.rollout import FreeRollout
     from trinity_sync.samples.queue import QueueRules
     from trinity_sync.trainer.steps import record_load
 

@@ -35,7 +35,7 @@ from trinity_sync.trainer.steps import Staged, Steps, Timing
 
 
 class SampleSource(Protocol):
-    """Makes samples in the background of training. Implemented by `explorer.free_rollout.FreeRollout`, which this
+    """Makes samples in the background of training. Implemented by `explorer.rollout.FreeRollout`, which this
     package must not import.
     """
 

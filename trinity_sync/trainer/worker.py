@@ -35,9 +35,8 @@ from trinity_sync.actors.rank_client import Divergences, LossSum, RankInfo, Reco
 from trinity_sync.backends import packed_attention
 from trinity_sync.backends.adapters import adapter_off, adapter_targets
 from trinity_sync.backends.base import AdapterBackend, Engine, FsdpEngine
-from trinity_sync.backends.option import ConfigFields
+from trinity_sync.backends.option import ATTENTION, ConfigFields
 from trinity_sync.backends.saved_tensors import check_class, left_out_by
-from trinity_sync.backends.sequence_packing import ATTENTION
 from trinity_sync.checkpoint.export import digest_left_out
 from trinity_sync.checkpoint.reading import WeightsError
 from trinity_sync.checkpoint.reading.verl_shards import open_hugging_face
@@ -46,7 +45,7 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.host.logs import story
 from trinity_sync.models.architecture import unfilled_model
 from trinity_sync.models.attention import check_attention, use_deterministic_kernels
-from trinity_sync.models.hub import local_folder
+from trinity_sync.models.files import local_folder
 from trinity_sync.models.indexed_file import follow_indexes
 from trinity_sync.samples.batch import PairBatch, SampleBatch
 from trinity_sync.tracking import units
