@@ -1,7 +1,7 @@
-"""The files of a model folder except its weights, as bytes, for checkpoints and exports of the same model; and its place.
+"""A model's folder, and its files except the weights, as bytes, for checkpoints and exports of the same model.
 
-Read once, when a run starts. The trainer's checkpoints, the plug-in for verl and exports write them unchanged, except
-for single values of config.json.
+The files are read once, when a run starts. The trainer's checkpoints, the plug-in for verl and exports write them
+unchanged, except for single values of config.json.
 """
 
 from __future__ import annotations

@@ -33,27 +33,21 @@ class Data(Protocol):
 
     def batch(self, step: int) -> SampleBatch | PairBatch:
         """Return the batch of a step, the same at each call."""
-        ...
 
     def drawn(self) -> Drawn | None:
         """Return everything drawn for the last batch; None: the batch is everything."""
-        ...
 
     def advantages(self, batch: Any) -> np.ndarray | None:
         """Return one advantage per sequence; None if the loss needs none."""
-        ...
 
     def position(self, step: int) -> Mapping[str, object] | None:
         """Return the position in the data after a step, as JSON values; None: there is none."""
-        ...
 
     def load(self, version: Version) -> list[LoadReport]:
         """Have the explorers load a version."""
-        ...
 
     def excerpt(self, batch: Any, advantages: np.ndarray | None, groups: int) -> list[Line]:
         """Return the samples of a batch's first prompts in full."""
-        ...
 
 
 class Validator(Protocol):
@@ -62,24 +56,19 @@ class Validator(Protocol):
     @property
     def at_start(self) -> bool:
         """Whether the weights at the start of the run are validated."""
-        ...
 
     def due(self, step: int) -> bool:
         """Tell whether the version of a step is validated."""
-        ...
 
     def run(self, step: int) -> dict[str, float]:
         """Validate the version of a step; return the metrics."""
-        ...
 
     @property
     def failure(self) -> str:
         """The first reward error of the last validation; empty: all responses were judged."""
-        ...
 
     def excerpt(self, groups: int) -> list[Line]:
         """Return the samples of the last validation's first prompts in full."""
-        ...
 
 
 class TrainingLoop:

@@ -24,7 +24,6 @@ class SupervisedTask(Protocol):
 
     def pairs(self, step: int, count: int) -> Examples:
         """Return the examples of a trainer step, from 1."""
-        ...
 
 
 def pair_batch(encoder: PairEncoder, examples: Examples) -> PairBatch:

@@ -54,15 +54,12 @@ class Log(Protocol):
 
     def metrics(self, step: int, values: Mapping[str, float]) -> None:
         """Record the metrics of a step."""
-        ...
 
     def event(self, event: Event) -> None:
         """Record one event."""
-        ...
 
     def samples(self, step: int, lines: Sequence[Line]) -> None:
         """Record samples of a step."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
