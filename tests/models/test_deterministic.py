@@ -13,7 +13,7 @@ from trinity_sync.trainer.worker_spec import worker_spec
 
 PROGRAM = """
 import os, torch
-from trinity_sync.models.attention import use_deterministic_kernels
+from trinity_sync.models.families import use_deterministic_kernels
 
 torch.cuda.is_available = lambda: {gpu}  # stands for a machine that has one: no kernel is run here
 use_deterministic_kernels()

@@ -70,7 +70,7 @@ class Explorer:
         if judge is not None:  # its processes begin while the model loads
             judge.warm_up()
         if self._spec.deterministic:
-            from trinity_sync.models.attention import use_deterministic_kernels
+            from trinity_sync.models.families import use_deterministic_kernels
 
             use_deterministic_kernels()
         self._engine: RolloutEngine = build("explorer", self._spec.engine, RolloutEngine)  # type: ignore[type-abstract]

@@ -44,9 +44,8 @@ from trinity_sync.config.schema import InRewardConfig
 from trinity_sync.errors import ConfigError
 from trinity_sync.host.logs import story
 from trinity_sync.models.architecture import unfilled_model
-from trinity_sync.models.attention import check_attention, use_deterministic_kernels
-from trinity_sync.models.files import local_folder
-from trinity_sync.models.indexed_file import follow_indexes
+from trinity_sync.models.families import check_attention, use_deterministic_kernels
+from trinity_sync.models.files import follow_indexes, local_folder
 from trinity_sync.samples.batch import PairBatch, SampleBatch
 from trinity_sync.tracking import units
 from trinity_sync.tracking.summary import SKIPPED
