@@ -6,6 +6,7 @@ imported in the methods that a trainer's rank calls.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -374,3 +375,27 @@ def unpackable(model: Mapping[str, object], attention: str) -> str | None:
     if windowed or (not layers and window is not None):
         return f"the model has layers of {windowed[0] if windowed else 'sliding_attention'}, which are padded only"
     return None
+
+
+# The accelerator of a run, and verl's environment for it. The launcher calls `accelerator_count` before Ray starts, and
+# passes `platform_env` to all processes.
+
+
+def accelerator_count() -> int:
+    """Return the number of NVIDIA GPUs that this process may use. Loads no CUDA library."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+    if visible is not None:
+        return min(devices, len([item for item in visible.split(",") if item.strip() not in ("", "-1")]))
+    return devices
+
+
+def platform_env(use_gpu: bool) -> dict[str, str]:
+    """Return the environment variables for every process that imports verl; empty on CUDA."""
+    if use_gpu:
+        return {}
+    return {
+        "VERL_PLATFORM": "cpu",
+        "VERL_USE_EXTERNAL_MODULES": "trinity_sync.backends.cpu_platform",
+        "VERL_ENGINE_DEVICE": "cuda",
+    }

@@ -21,7 +21,7 @@ from typing import Literal
 import psutil
 from packaging.requirements import Requirement
 
-from trinity_sync.backends.platform import accelerator_count
+from trinity_sync.backends.option import accelerator_count
 from trinity_sync.config.lora_settings import adapter_of
 from trinity_sync.config.model_checks import parameters, read_fields
 from trinity_sync.config.schema import Config, retention_policies

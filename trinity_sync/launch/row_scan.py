@@ -21,7 +21,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
-from trinity_sync.backends.platform import accelerator_count
+from trinity_sync.backends.option import accelerator_count
 from trinity_sync.config import Config, build_task, validation_items, validation_task
 from trinity_sync.config.composition import section
 from trinity_sync.errors import ConfigError, RunError, TrinityError
