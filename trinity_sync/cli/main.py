@@ -325,20 +325,10 @@ def _candidates(before: Sequence[str], word: str, parser: argparse.ArgumentParse
     arguments = [text for text in before if not text.startswith("-") or command == "run"]
     if len(arguments) < _OVERRIDES_AFTER.get(command, len(before) + 2) or before[-1] in ("--config-dir", "-cd"):
         return []
-    return _overrides(arguments[_OVERRIDES_AFTER[command] :], word)
-
-
-def _overrides(before: Sequence[str], word: str) -> list[str]:
-    from hydra.errors import HydraException
-    from omegaconf.errors import OmegaConfBaseException
-
     from trinity_sync.config.composition import completions
     from trinity_sync.config.messages import CommandLine
 
-    try:
-        return completions([*CommandLine.read(before).arguments, word])
-    except (HydraException, OmegaConfBaseException, SystemExit, AssertionError, ValueError):
-        return []  # an earlier word is wrong; the run will report it
+    return completions([*CommandLine.read(arguments[_OVERRIDES_AFTER[command] :]).arguments, word])
 
 
 def _subcommands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
