@@ -208,7 +208,7 @@ class Actors:
             return None
         named = replace(self._agent_config, log_name=f"node-agent-{len(self.agents) + len(self._bringing)}")
         # what it has can be brought again
-        self._bringing[node] = agent_on(node, named, self.synchronizer, max_restarts=3, max_task_retries=3)
+        self._bringing[node] = agent_on(node, named, max_restarts=3, max_task_retries=3)
         return self._bringing[node]
 
     @property
@@ -531,7 +531,7 @@ def agent_config(cfg: Config, infos: Sequence[RankInfo], run_key: str, fallback:
 def agent_on(
     node: str,
     config: AgentConfig,
-    synchronizer: SynchronizerClient,
+    synchronizer: SynchronizerClient | None = None,
     lead: AgentClient | None = None,
     **options: int,
 ) -> AgentClient:

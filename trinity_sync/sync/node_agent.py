@@ -91,14 +91,16 @@ class NodeAgent:
 
     Args:
         config: see `AgentConfig`.
-        synchronizer: the run's synchronizer, to which it reports.
+        synchronizer: the run's synchronizer, to which it reports; None: it has no parts, and only brings those of others.
         lead: the agent that computes version digests; None: this one does.
     """
 
-    def __init__(self, config: AgentConfig, synchronizer: SynchronizerClient, lead: AgentClient | None = None) -> None:
+    def __init__(
+        self, config: AgentConfig, synchronizer: SynchronizerClient | None, lead: AgentClient | None = None
+    ) -> None:
         own_log(config.log_dir, config.log_name)
         self._config = config
-        self._synchronizer = synchronizer
+        self._reports_to = synchronizer
         self._lead = lead
         self._node = ray.get_runtime_context().get_node_id()
         self._pool = ThreadPoolExecutor(config.threads, thread_name_prefix="digest")
@@ -135,6 +137,11 @@ class NodeAgent:
         self._coordinator: Coordinator | None = None
         # This call ends with this process; the synchronizer watches it.
         self._lifeline: Call[None] | None = None
+
+    @property
+    def _synchronizer(self) -> SynchronizerClient:
+        assert self._reports_to is not None, "an agent without parts has nothing to report"
+        return self._reports_to
 
     async def register(
         self, layouts: Mapping[str, PartLayout], make_coordinator: Callable[[], Coordinator] | None = None
@@ -479,7 +486,7 @@ class ObjectTransport:
     def bring(self, wanted: WantedPart, into: PartPieces) -> Sequence[str]:
         owner = wanted.owner
         [shared] = owner.share(wanted.version, wanted.slot, wanted.part).result(self._timeout_s)
-        coming: Call[np.ndarray] = Call(shared, owner.who, f"send {wanted.part} of version {wanted.version}")
+        coming: Call[np.ndarray] = Call(shared, owner.who, f"send {wanted}")
         into.fill(coming.result(self._timeout_s).data)
         return ()
 

@@ -63,6 +63,9 @@ class WantedPart(NamedTuple):
     nbytes: int
     owner: AgentClient  # of the node that staged it
 
+    def __str__(self) -> str:
+        return f"{self.part} of version {self.version}"
+
 
 class PieceRequest(NamedTuple):
     """What a receiver sends first."""
@@ -306,9 +309,7 @@ class PieceTransport:
                 if isinstance(error, UnreachableError) and source.owner:
                     raise
                 why = str(error) or "it closed the connection"
-                errors.append(
-                    f"piece {into.there} of {wanted.part} of version {wanted.version}, from {source.who}: {why}"
-                )
+                errors.append(f"piece {into.there} of {wanted}, from {source.who}: {why}")
                 if source in failed:  # the owner itself, once more
                     raise RunError(errors[-1]) from error
                 failed.append(source)
@@ -323,8 +324,7 @@ class PieceTransport:
                 while into.there < into.count:
                     self._take_piece(connection, into)
             except TimeoutError:
-                what = f"send piece {into.there} of {wanted.part} of version {wanted.version}"
-                raise WaitTimeout(source.who, what, self._stall_s) from None
+                raise WaitTimeout(source.who, f"send piece {into.there} of {wanted}", self._stall_s) from None
             finally:
                 with contextlib.suppress(GoneError):
                     into.arrive_over(None)
