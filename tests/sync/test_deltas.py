@@ -542,6 +542,19 @@ def test_parts_of_two_nodes_are_followed(
     assert assert_holds(loader, here, run).bytes_moved < run.full_bytes / 2
 
 
+@pytest.mark.parametrize("kind", [Run, MemoryRun], ids=["files", "memory"])
+def test_nothing_travels_of_a_version_that_is_held(trainer: PretendTrainer, tmp_path: Path, kind: type[Run]) -> None:
+    """An explorer that follows the trainer may be asked to validate the version that it has."""
+    run = kind(trainer, tmp_path)
+    loader, here = run.explorer()
+    run.publish(2)
+    loader.load(None)
+    report = assert_holds(loader, here, run)
+    assert (report.bytes_moved, report.fault) == (0, None)
+    here["embed.weight"][3] += 1
+    assert "was read once more: " in assert_holds(loader, here, run).fault
+
+
 # ---- deltas to other nodes only
 
 

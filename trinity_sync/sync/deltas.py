@@ -316,7 +316,7 @@ class DeltaTransport:
         self._source = source
         self._always = always
         self._held: Version | None = None
-        self._tried: Version | None = None
+        self._tried: int | None = None  # the lease of the last load
         self._buffer = np.empty(0, np.uint8)
 
     def buckets(
@@ -327,7 +327,7 @@ class DeltaTransport:
             yield from self._source.full.buckets(lease, broadcast, find_destination)
             self._held = lease.version if _is_whole(lease) else None
             return
-        again, self._tried = self._tried == lease.version, lease.version
+        again, self._tried = self._tried == lease.id, lease.id
         found = None
         try:
             if broadcast is not None or not again:
