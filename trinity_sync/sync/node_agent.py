@@ -91,7 +91,7 @@ class NodeAgent:
 
     Args:
         config: see `AgentConfig`.
-        synchronizer: the run's synchronizer, to which it reports; None: it has no parts, and only brings those of others.
+        synchronizer: the run's synchronizer, to which it reports; None: it has no parts, and brings those of others.
         lead: the agent that computes version digests; None: this one does.
     """
 
