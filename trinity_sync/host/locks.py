@@ -23,10 +23,8 @@ class ForeignFileError(OSError):
 
 
 def open_lock(path: Path, *, create: bool = True, writable: bool = True, mode: int = 0o600) -> int:
-    """Open a lock file, which is not locked yet; return its descriptor. `mode`: permissions of a created file.
-
-    Raises:
-        ForeignFileError: it is not a regular file.
+    """Open a lock file, which is not locked yet; return its descriptor. `mode`: permissions of a created file. Raises
+    ForeignFileError: it is not a regular file.
     """
     flags = (os.O_RDWR if writable else os.O_RDONLY) | (os.O_CREAT if create else 0)
     try:
@@ -96,11 +94,8 @@ def is_own_folder(path: Path) -> bool:
 
 def open_own_folder(path: Path, *, create: bool) -> int:
     """Open a private folder of this user; return its descriptor. Where others can write, it belongs to the first
-    creator.
-
-    Raises:
-        ForeignFileError: a link, something else or another user's folder has the name.
-        FileNotFoundError: it is missing, without `create`.
+    creator. Raises ForeignFileError: a link, something else or another user's folder has the name. Raises
+    FileNotFoundError: it is missing, without `create`.
     """
     if create:
         with contextlib.suppress(FileExistsError):

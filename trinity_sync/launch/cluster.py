@@ -67,10 +67,8 @@ def cluster(
     forked: bool = False,
     lost: Callable[[str], object] = lambda error: None,
 ) -> Iterator[Cluster]:
-    """Connect to Ray for the length of the block.
-
-    Args:
-        lost: called with the error, on another thread, before this program exits because its node is lost.
+    """Connect to Ray for the length of the block. `lost`: called with the error, on another thread, before this program
+    exits because its node is lost.
     """
     import ray
 

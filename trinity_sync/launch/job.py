@@ -39,11 +39,8 @@ _ANSWER_S = 2.0
 
 
 class Job:
-    """A run, from its actors to the end of its loop. Benchmarks replace its `loop` and its `worker`.
-
-    Attributes:
-        worker: class of the trainer's ranks; None: `TrinityWorker`.
-        actors: the run's actors.
+    """A run, from its actors to the end of its loop. Benchmarks replace its `loop` and its `worker`. `worker`: class of
+    the trainer's ranks; None: `TrinityWorker`. `actors`: the run's actors.
     """
 
     worker: type | None = None
@@ -61,11 +58,7 @@ class Job:
         self.actors.start()
 
     def loop(self) -> None:
-        """Do all steps, then finish all saves.
-
-        Raises:
-            KeyboardInterrupt: it was interrupted.
-        """
+        """Do all steps, then finish all saves. Raises KeyboardInterrupt: it was interrupted."""
         from trinity_sync.trainer.full_saves import FullSaves
 
         actors, settings = self.actors, self._save_settings()

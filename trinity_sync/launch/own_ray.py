@@ -265,10 +265,7 @@ class _DiedError(Exception):
 @contextlib.contextmanager
 def _processes_looked_after() -> Iterator[None]:
     """Within the block, shield Ray's own processes from this program's signals, and fail the start as soon as one of
-    them dies, for which Ray would wait. An error kills all of them.
-
-    Raises:
-        _DiedError: with the reason.
+    them dies, for which Ray would wait. An error kills all of them. Raises _DiedError: with the reason.
     """
     from ray._private import node, services
 

@@ -36,10 +36,8 @@ def sweep_problem(hydra: HydraConf, jobs: Sequence[ComposedJob]) -> str | None:
     """Say why a sweep cannot start; None: it can.
 
     A search (a sweeper that chooses values as it goes) has only its first job checked, without the chosen values, and
-    only for its folder. Settings of jobs that may run on other machines are checked there.
-
-    Raises:
-        OmegaConfBaseException: the folder of a job cannot be resolved.
+    only for its folder. Settings of jobs that may run on other machines are checked there. Raises
+    OmegaConfBaseException: the folder of a job cannot be resolved.
     """
     sweep, fixed = Path(hydra.sweep.dir).absolute(), is_fixed(hydra)
     # a search: two jobs with the known values, which show a shared place
@@ -268,10 +266,7 @@ class _Prefixed(io.TextIOBase):
 @contextmanager
 def jobs_end_first(hydra: HydraConf, limit_s: float) -> Iterator[None]:
     """Around a sweep: Ctrl-C, SIGTERM and SIGHUP first end its parallel jobs cleanly, then the sweep. joblib would kill
-    the jobs and leave their processes behind.
-
-    Args:
-        limit_s: timeout for the jobs' end, seconds.
+    the jobs and leave their processes behind. `limit_s`: timeout for the jobs' end, seconds.
     """
     joblib = str(hydra.launcher._target_).startswith(_JOBLIB)
     if not joblib or threading.current_thread() is not threading.main_thread():
