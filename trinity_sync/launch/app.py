@@ -95,8 +95,8 @@ def run_main(
     typed: bool = True,
 ) -> int:
     """Run a Hydra entry and return the exit code of the process. `typed`: the arguments are the user's words, not the
-    settings of an earlier run. Returns 0: done; 1: the run or a job of the sweep failed; 2 configuration or command line
-    wrong (a sweep: of all jobs); 130 interrupted.
+    settings of an earlier run. Returns 0: done; 1: the run or a job of the sweep failed; 2: configuration or command
+    line wrong (a sweep: of all jobs); 130: interrupted.
     """
     global _session
     _session = _Session(resume=resume, until=until)
