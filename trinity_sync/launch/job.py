@@ -11,15 +11,8 @@ from typing import TYPE_CHECKING
 from trinity_sync.config import build, retention_policies
 from trinity_sync.config.checks import sync_settings
 from trinity_sync.host import interrupts
+from trinity_sync.launch import sample_source
 from trinity_sync.launch.actors import Actors, Setup
-from trinity_sync.launch.sample_source import (
-    free_data,
-    lockstep_data,
-    loss_validation_of,
-    validation_of,
-    validation_times,
-    version_validations_of,
-)
 
 if TYPE_CHECKING:
     from trinity_sync.checkpoint.mirror.run_mirror import VersionCopies
@@ -184,9 +177,9 @@ class Job:
         )
         if actors.free and actors.pool is not None:
             validations = self._version_validations(actors.pool)
-            source = free_data(cfg, task, start, actors.pool, self._recorder, validations)
+            source = sample_source.free_data(cfg, task, start, actors.pool, self._recorder, validations)
             return FreeLoop(steps, source=source, mode=mode, saves=saves, stop=self._setup.stop, validator=validations)
-        data = lockstep_data(cfg, task, start, actors.model_path, actors.pool, mode)
+        data = sample_source.lockstep_data(cfg, task, start, actors.model_path, actors.pool, mode)
         return TrainingLoop(
             steps,
             data=data,
@@ -225,24 +218,24 @@ class Job:
     def _version_validations(self, pool: ExplorerPool) -> VersionValidations | None:
         """Make the validation that runs concurrently with training, if the run has one."""
         cfg, start = self._cfg, self._start
-        times = validation_times(cfg, start, self._setup.folder.metrics, self._setup.last_step)
+        times = sample_source.validation_times(cfg, start, self._setup.folder.metrics, self._setup.last_step)
         if times is None:
             return None
         synchronizer, recorder = self.actors.synchronizer, self._recorder
-        return version_validations_of(
+        return sample_source.version_validations_of(
             cfg, self._setup.scanned, times, start=start, pool=pool, synchronizer=synchronizer, recorder=recorder
         )
 
     def _validation(self, mode: Publisher, step_timeout_s: float) -> Validation | LossValidation | None:
         """Make the validation between steps, if the run has one."""
         cfg, scanned, actors = self._cfg, self._setup.scanned, self.actors
-        times = validation_times(cfg, self._start, self._setup.folder.metrics, self._setup.last_step)
+        times = sample_source.validation_times(cfg, self._start, self._setup.folder.metrics, self._setup.last_step)
         if times is None:
             return None
         if actors.pool is not None:
-            return validation_of(cfg, scanned, times, actors.pool, mode)
+            return sample_source.validation_of(cfg, scanned, times, actors.pool, mode)
         model_path, trainer = actors.model_path, actors.trainer
-        return loss_validation_of(
+        return sample_source.loss_validation_of(
             cfg, scanned, times, model_path=model_path, trainer=trainer, step_timeout_s=step_timeout_s
         )
 
