@@ -10,10 +10,11 @@ import errno
 import fcntl
 import os
 import stat
-import time
+from functools import partial
 from pathlib import Path
 
 from trinity_sync.errors import WaitTimeout
+from trinity_sync.host.threads import comes_true
 
 _POLL_S = 0.02
 
@@ -50,11 +51,8 @@ def try_lock(descriptor: int, *, shared: bool = False) -> bool:
 
 def wait_for_lock(descriptor: int, path: Path, timeout_s: float, *, shared: bool = False) -> None:
     """Lock an open file (`shared`: with others that share it), and wait until it is free."""
-    deadline = time.monotonic() + timeout_s
-    while not try_lock(descriptor, shared=shared):
-        if time.monotonic() > deadline:
-            raise WaitTimeout(_owner(descriptor), f"release its lock on {path}", timeout_s)
-        time.sleep(_POLL_S)
+    if not comes_true(partial(try_lock, descriptor, shared=shared), timeout_s, _POLL_S):
+        raise WaitTimeout(_owner(descriptor), f"release its lock on {path}", timeout_s)
 
 
 def _owner(descriptor: int) -> str:

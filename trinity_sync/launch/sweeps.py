@@ -28,6 +28,7 @@ from trinity_sync.config.composed_jobs import ComposedJob, is_fixed
 from trinity_sync.config.composition import section
 from trinity_sync.errors import TrinityError
 from trinity_sync.host.interrupts import SAME_S, ending_signals, handling
+from trinity_sync.host.threads import comes_true
 from trinity_sync.host.urls import absolute, local_folder, shown
 from trinity_sync.tracking.run_record import holds_run, lock_owner
 
@@ -206,9 +207,7 @@ def wait_until_free(folder: Path) -> None:
     """Wait up to two minutes for a run's lock. A queue restarts a job after its node failed, and a file server keeps
     that node's lock for some time.
     """
-    deadline = time.monotonic() + _FREE_S
-    while lock_owner(folder) and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
+    comes_true(lambda: not lock_owner(folder), _FREE_S, _POLL_S)
 
 
 def command_in_queue(hydra: HydraConf) -> list[str]:

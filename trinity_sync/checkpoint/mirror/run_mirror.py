@@ -34,7 +34,7 @@ from trinity_sync.host import interrupts
 from trinity_sync.host.child_process import Channel, Child, start_child
 from trinity_sync.host.masking import shown, without_secrets
 from trinity_sync.host.origin import shortened
-from trinity_sync.host.threads import run_when_idle
+from trinity_sync.host.threads import comes_true, run_when_idle
 from trinity_sync.host.urls import are_same
 from trinity_sync.models.files import ModelFiles
 from trinity_sync.protocol.parts import FileEntry
@@ -438,9 +438,7 @@ class VersionCopies:
 
     def finish(self, limit_s: float) -> Mapping[int, str]:
         """Wait for the copies under way, at most so long, and stop; return the steps that are not there, and why."""
-        deadline = time.monotonic() + limit_s
-        while (self._incomplete() or self._uploads.busy) and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
+        comes_true(lambda: not (self._incomplete() or self._uploads.busy), limit_s, _POLL_S)
         for future in self._completing.values():
             future.cancel()
         self._todo.put(None)
