@@ -291,6 +291,8 @@ class Steps:
                 encode_s=sent.encode_s,
             )
         )
+        if sent.fault is not None:
+            self.log.event(FaultEvent(where="deltas", error=sent.fault))
 
     def record_validation(self, step: int, metrics: Mapping[str, float], found: Answers) -> None:
         """Record the failed rewards and the samples of a validation; the caller records the metrics."""
