@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Literal, TypeAlias, TypedDict
 
 Kind: TypeAlias = Literal["full", "state_dict"]
@@ -353,8 +353,8 @@ class FileEntry:
     xxh3_128: str
 
     def __post_init__(self) -> None:
-        parts = PurePosixPath(self.path).parts
-        if not parts or self.path.startswith("/") or ".." in parts or self.path == MANIFEST:
+        parts = self.path.split("/")
+        if {"", "."}.issuperset(parts) or self.path.startswith("/") or ".." in parts or self.path == MANIFEST:
             raise ValueError(
                 f"{self.path!r} cannot be the path of a checkpoint's file: it has to lie inside its folder"
             )
