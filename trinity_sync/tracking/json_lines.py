@@ -251,8 +251,10 @@ class _Table:
         self._fixed.remove(key)
         if isinstance(value, str | bool):
             self._texts[key] = [value] * self.length
-        elif isinstance(value, float) or key in self.integers:
-            self._numbers[key] = array("d" if isinstance(value, float) else "q", [value]) * self.length  # type: ignore[list-item]
+        elif isinstance(value, float):
+            self._numbers[key] = array("d", [value]) * self.length
+        elif isinstance(value, int) and not self._large:
+            self._numbers[key] = array("q", [value]) * self.length
         else:
             self._others[key] = [pickle.dumps(value)] * self.length
 
