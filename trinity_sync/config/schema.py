@@ -367,7 +367,7 @@ class SyncConfig:
     verify: str = choice("full", "bucket", "off")
     timeout_s: float = seconds(more_than=0)
     lease_s: float = seconds(more_than=0)
-    transport: str = choice("auto", "nccl", "gloo")
+    transport: str = choice("auto", "nccl", "gloo", "tcp", "ray")
     shm_dir: str = MISSING
     durable: bool = MISSING
 

@@ -44,6 +44,7 @@ class ExplorerPool:
         start_timeout_s: limit of an explorer's start, seconds.
         explorer_timeout_s: limit of a generation, seconds.
         on_fault: called with each death that a restart repairs: (where, error).
+        start_agent: starts the agent of a node that has explorers only, where the sync mode needs one.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class ExplorerPool:
         explorer_timeout_s: float,
         on_fault: Callable[[str, str], None],
         on_generated: Callable[[Generated], None],
+        start_agent: Callable[[str], AgentClient | None] = lambda node: None,
     ) -> None:
         self._spec = spec
         self._synchronizer = synchronizer
@@ -68,6 +70,7 @@ class ExplorerPool:
         self._timeout_s = explorer_timeout_s
         self._on_fault = on_fault
         self._on_generated = on_generated
+        self._start_agent = start_agent
         self._agents: dict[str, AgentClient] = {}
         self._base: str | None = None
         self._held: Version | None = None
@@ -76,7 +79,7 @@ class ExplorerPool:
         self._nodes: dict[str, str] = {}
         names = [f"explorer-{index}" for index in range(replicas)]
         self.clients = {name: self._create(name) for name in names}
-        self._starting: dict[str, Call[None]] = {}
+        self._starting: dict[str, Call[str]] = {}
 
     def _create(self, name: str) -> ExplorerClient:
         actor = ray.remote(failures_logged(Explorer)).options(
@@ -94,7 +97,7 @@ class ExplorerPool:
 
     def introduce(self, agents: dict[str, AgentClient], base: str | None = None) -> None:
         """Set the node agents to which `join` connects explorers one by one."""
-        self._agents = agents
+        self._agents = dict(agents)
         self._base = base
 
     def join(self, name: str) -> None:
@@ -107,9 +110,10 @@ class ExplorerPool:
         starting, self._starting = self._starting, {}
         self._connect(starting)
 
-    def _connect(self, starting: dict[str, Call[None]]) -> None:
-        results(list(starting.values()), self._start_timeout_s)
-        places = results([self.clients[name].attach(self._agents) for name in starting], self._start_timeout_s)
+    def _connect(self, starting: dict[str, Call[str]]) -> None:
+        nodes = dict(zip(starting, results(list(starting.values()), self._start_timeout_s), strict=True))
+        attaching = [self.clients[name].attach(self._agents_of(node)) for name, node in nodes.items()]
+        places = results(attaching, self._start_timeout_s)
         for name, place in zip(starting, places, strict=True):
             story.info("%s is up: pid %d on node %s", name, place["pid"], place["node"])
             self._nodes[name] = place["node"]
@@ -120,6 +124,13 @@ class ExplorerPool:
                     f"{place['base']}, the trainer's has {self._base}; all nodes must see the same folder, and it "
                     "must not change during the run"
                 )
+
+    def _agents_of(self, node: str) -> dict[str, AgentClient]:
+        """Return the agents of the trainer's nodes and of an explorer's."""
+        with self._lock:
+            if node not in self._agents and (agent := self._start_agent(node)) is not None:
+                self._agents[node] = agent
+            return dict(self._agents)
 
     def places(self) -> dict[str, str]:
         """Return Ray's id of the node of each connected explorer, by name. Any thread."""

@@ -1,6 +1,6 @@
 """Connections between processes over TCP or a Unix socket. Both sides prove a secret before either unpickles anything,
-each message is a pickle behind its length, and each wait has a limit. Used by local actors, by the workers of vLLM and
-by the syncs of a verl program.
+each message is a pickle behind its length, and each wait has a limit. Used by local actors, by the workers of vLLM, by
+the syncs of a verl program, and by node agents, which send data between messages.
 """
 
 from __future__ import annotations
@@ -87,11 +87,8 @@ class Connection:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, frame: bytes, timeout_s: float) -> None:
-        """Send a frame of `pack`; a failure ends the connection.
-
-        Raises:
-            TimeoutError: the peer has not read all of it in time (seconds).
-            OSError: the connection is closed or broken.
+        """Send a frame of `pack`; a failure ends the connection. Raises TimeoutError: the peer has not read all of it
+        in time (seconds). Raises OSError: the connection is closed or broken.
         """
         until, rest = time.monotonic() + timeout_s, memoryview(frame)
         try:
@@ -102,17 +99,27 @@ class Connection:
             raise
 
     def receive(self, timeout_s: float = math.inf) -> Any:
-        """Wait for the next message.
-
-        Raises:
-            TimeoutError: it has not come in time (seconds); a later call may get it.
-            EOFError, OSError: the connection is closed or broken.
+        """Wait for the next message. Raises TimeoutError: it has not come in time (seconds); a later call may get it.
+        Raises EOFError, OSError: the connection is closed or broken.
         """
         until = time.monotonic() + timeout_s
         self._fill(LENGTH.size, until)
         self._fill(LENGTH.size + length_of(self._data), until)
         data, self._data = self._data, bytearray()
         return pickle.loads(memoryview(data)[LENGTH.size :])
+
+    def send_data(self, data: memoryview, idle_s: float) -> None:
+        """Send bytes that are no message. Errors as of `send`; any byte that is taken begins the timeout again."""
+        while data:
+            data = data[self._try(partial(self.socket.send, data), select.POLLOUT, time.monotonic() + idle_s) :]
+
+    def receive_data(self, into: memoryview, idle_s: float) -> None:
+        """Fill memory with bytes that are no message. Errors as of `receive`; any byte begins the timeout again."""
+        while into:
+            count = self._try(partial(self.socket.recv_into, into), select.POLLIN, time.monotonic() + idle_s)
+            if not count:
+                raise EOFError("the connection was closed")
+            into = into[count:]
 
     def read(self, length: int, until: float) -> bytes:
         """Read so many bytes; errors as for `receive`."""
@@ -175,14 +182,9 @@ os.register_at_fork(after_in_child=_close_in_fork)
 
 
 def open_connection(address: Address, secret: bytes, timeout_s: float) -> Connection:
-    """Connect to a listener, prove the secret to it and check its proof.
-
-    Args:
-        timeout_s: limit for the connection, and for the proof, seconds.
-
-    Raises:
-        ForeignPeerError: one side does not accept the other's proof.
-        EOFError, OSError: no process listens there, it is silent, or the connection broke.
+    """Connect to a listener, prove the secret to it and check its proof. `timeout_s`: limit for the connection, and for
+    the proof, seconds. Raises ForeignPeerError: one side does not accept the other's proof. Raises EOFError, OSError:
+    no process listens there, it is silent, or the connection broke.
     """
     if isinstance(address, str):
         connected = socket.socket(socket.AF_UNIX)
