@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import enum
 import itertools
+import pickle
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from trinity_sync.protocol.parts import PartInfo
@@ -60,6 +62,17 @@ class VersionPlace:
     # Gives readers the tensors; two of one version are equal where the tensors are. None: there are none.
     state: object = None
     location: str | None = None  # folder of its checkpoint; None: there is none, or it is unknown
+
+
+class SealedParts(dict[str, PartInfo]):
+    """The parts of a sealed version, which no longer change: pickled once, however many readers they are sent to."""
+
+    @cached_property
+    def _pickled(self) -> bytes:
+        return pickle.dumps(dict(self))
+
+    def __reduce__(self) -> tuple[Callable[[bytes], object], tuple[bytes]]:
+        return pickle.loads, (self._pickled,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -257,7 +270,7 @@ class VersionBook:
     def sealed_info(self, version: Version) -> tuple[int, dict[str, PartInfo], str | None]:
         """Return slot, parts and digest of a sealed or committed version."""
         record = self._require(version, State.SEALED, "read", also=State.COMMITTED)
-        return record.slot, dict(record.parts), record.digest
+        return record.slot, record.parts, record.digest
 
     def error(self, version: Version) -> str | None:
         record = self._records.get(version)
@@ -282,7 +295,7 @@ class VersionBook:
             version=wanted,
             slot=record.slot,
             expires=self._clock() + seconds,
-            parts=dict(record.parts),
+            parts=record.parts,
             digest=record.digest,
             location=record.location,
         )
@@ -320,7 +333,7 @@ class VersionBook:
 
     def _seal(self, record: _VersionRecord) -> bool:
         if record.digested and record.parts.keys() == record.expected:
-            record.state = State.SEALED
+            record.state, record.parts = State.SEALED, SealedParts(record.parts)
             return True
         return False
 
