@@ -25,14 +25,14 @@ from trinity_sync.actors.explorer_client import EngineDied, ExplorerProcess, Loa
 from trinity_sync.actors.rank_client import Broadcast
 from trinity_sync.actors.synchronizer_client import SynchronizerClient
 from trinity_sync.config import TARGET, build, build_task, dtype_name, load
-from trinity_sync.errors import RunError, TrinityError, WaitTimeout
+from trinity_sync.errors import RunError, TrinityError, WaitTimeout, grown
 from trinity_sync.explorer.engine import RolloutEngine
 from trinity_sync.explorer.explorer_spec import ExplorerSpec
 from trinity_sync.host.hardware import peak_memory_with_children
 from trinity_sync.host.logs import own_log, story
 from trinity_sync.host.origin import error_text
 from trinity_sync.host.process import without_collections
-from trinity_sync.protocol.versions import Version
+from trinity_sync.protocol.versions import LOAD_HOPS, Version
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.record import FOR_TRAINING, Drawing, Prompt
 from trinity_sync.sync.base import ExplorerSide, LayoutCache, SyncMode
@@ -207,7 +207,7 @@ def _lease_folder(
     spec: ExplorerSpec, folder: Path, version: Version, clock: Callable[[], float] = time.time
 ) -> Iterator[Callable[[], None]]:
     """Lease a version's folder while it is read, so that the commit of a newer version does not delete it. The lease
-    expires `sync.timeout_s` after the last read.
+    expires `sync.timeout_s`, and the time for the version's bytes, after the last read.
     """
     from trinity_sync.checkpoint.folder.leases import lease_checkpoint
 
@@ -222,6 +222,9 @@ def _lease_folder(
             lease.renew(seconds)
 
     with lease_checkpoint(folder.parent, version.step, reader=spec.name, seconds=seconds, clock=clock) as lease:
+        seconds = grown(seconds, LOAD_HOPS * lease.nbytes)
+        with suppress(OSError):
+            lease.renew(seconds)
         yield renew
 
 

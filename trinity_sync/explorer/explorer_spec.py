@@ -26,7 +26,7 @@ class ExplorerSpec:
     deterministic: bool
     sync: Mapping[str, object]  # the `sync` node of the config, to be instantiated for the explorer's half of the mode
     verify: str
-    sync_timeout_s: float
+    sync_timeout_s: float  # a `WaitLimit`
     log_dir: str | None
     processes: int = 1  # processes that hold its weights; one GPU each where there are GPUs
 
@@ -66,7 +66,7 @@ def explorer_spec(cfg: Config, model_path: str, log_dir: str) -> ExplorerSpec:
         deterministic=cfg.trainer.deterministic and cfg.trainer.schedule == "lockstep",
         sync=sync_settings(vars(cfg.sync), cfg.explorer.kind),
         verify=cfg.sync.verify,
-        sync_timeout_s=cfg.sync.timeout_s,
+        sync_timeout_s=cfg.sync.limit_s,
         log_dir=log_dir,
         processes=_processes(cfg),
     )

@@ -23,7 +23,7 @@ from trinity_sync.actors.calls import Call
 from trinity_sync.actors.explorer_client import ExplorerClient
 from trinity_sync.actors.rank_client import Broadcast
 from trinity_sync.actors.synchronizer_client import Sealed
-from trinity_sync.errors import RunError
+from trinity_sync.errors import RunError, grown
 from trinity_sync.protocol.parts import PartInfo
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.base import (
@@ -188,10 +188,13 @@ class SlotMaps:
 
 
 def fetch(agent: AgentClient, lease: Lease, info: PartInfo, timeout_s: float) -> memoryview:
-    """Fetch a part from the agent of another node, once per node: Ray keeps it for the node's other explorers."""
-    [shared] = agent.share(lease.version, lease.slot, info.part).result(timeout_s)
+    """Fetch a part from the agent of another node, once per node: Ray keeps it for the node's other explorers. The copy
+    into Ray's object store and the way to this node are two waits.
+    """
+    limit_s = grown(timeout_s, info.nbytes)
+    [shared] = agent.share(lease.version, lease.slot, info.part).result(limit_s)
     fetching: Call[np.ndarray] = Call(shared, agent.who, f"send {info.part} of version {lease.version}")
-    return fetching.result(timeout_s).data
+    return fetching.result(limit_s).data
 
 
 class PartCopies:

@@ -343,7 +343,8 @@ class NodeAgent:
             released = asyncio.run_coroutine_threadsafe(self._release(lease), loop)
             if not released.result(self._config.save_timeout_s):
                 raise RunError(
-                    f"the lease on version {lease.version} expired before it was written; raise sync.lease_s"
+                    f"the lease on version {lease.version} expired before it was written; raise sync.lease_s, or lower "
+                    "sync.min_rate_mbps"
                 )
             return files
 
