@@ -27,7 +27,7 @@ settings.register_profile("project", deadline=None, derandomize=bool(os.environ.
 settings.load_profile("project")
 
 
-gc.set_threshold(50_000, 20, 100)  # saves a sixth of the time of tests of settings, and 5 % of that of imports
+gc.set_threshold(250_000, 20, 100)  # saves a sixth of the time of tests of settings, and 5 % of that of imports
 _DONT_WRITE = sys.dont_write_bytecode
 sys.dont_write_bytecode = False
 """Until all tests are collected: pytest compiles each file of tests anew where it may not keep what came out, which

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
@@ -15,7 +14,6 @@ from unittest.mock import Mock
 import pytest
 import ray
 import torch
-from torch.distributed import HashStore
 
 from tests.sync.helpers import LIMIT, PretendTrainer, empty, node_id, random_weights
 from tests.sync.members import Receiver, Sender
@@ -26,7 +24,7 @@ from trinity_sync.actors.synchronizer_client import Sealed
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.protocol.versions import Version
-from trinity_sync.sync import Synchronizer, broadcast_group, nccl
+from trinity_sync.sync import Synchronizer, nccl
 from trinity_sync.sync.base import LayoutCache, TrainerSide
 from trinity_sync.sync.broadcast_group import BroadcastGroup
 from trinity_sync.sync.nccl import NcclPublisher, NcclTransport
@@ -399,30 +397,3 @@ def test_a_place_on_another_gpu_than_the_groups_is_not_received_into() -> None:
     with pytest.raises(IndexError):  # no room for it either
         next(iter(arriving_on(device, 1)))
     assert device.asked == 0
-
-
-@pytest.fixture
-def entering(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], BroadcastGroup]:
-    """``entering(rank)``: a member of a group of two, without connections."""
-    store = HashStore()
-    monkeypatch.setattr(broadcast_group, "make_group", lambda *_: Mock())
-    return lambda rank: broadcast_group.enter(store, rank, 2, "gloo", LIMIT)
-
-
-def test_a_member_that_has_all_stays_until_the_others_have_entered(entering: Callable[[int], BroadcastGroup]) -> None:
-    """Else it breaks off the connections that they are making."""
-    fast = entering(0)
-    leaving = threading.Thread(target=fast.close)
-    leaving.start()
-    leaving.join(0.3)
-    assert leaving.is_alive()
-    entering(1).close()
-    leaving.join(LIMIT)
-    assert not leaving.is_alive()
-
-
-@pytest.mark.parametrize("how", ["failed", "early"])
-def test_a_member_that_gives_up_waits_for_nobody(entering: Callable[[int], BroadcastGroup], how: str) -> None:
-    began = time.monotonic()
-    entering(0).close(**{how: True})
-    assert time.monotonic() - began < LIMIT / 2

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ import torch.distributed as dist
 from tests.sync.helpers import odd_weights, random_weights
 from trinity_sync.errors import RunError
 from trinity_sync.sync.broadcast_group import BroadcastGroup, make_group
+from trinity_sync.sync.nccl import GroupTransfer
 from trinity_sync.sync.stream import _broadcast, broadcast, describe, receive
 from trinity_sync.weights.apply import ChecksumError
 
@@ -139,3 +142,48 @@ def test_between_gpus_a_broadcast_that_does_not_end_is_an_error_within_the_limit
     sender = BroadcastGroup(group, torch.device("cuda", 0), 2.0)
     with pytest.raises(RunError, match=r"weight could not be broadcast within 2 s: not within 0:00:02"):
         _broadcast(sender, torch.empty(0), "weight")
+
+
+def test_members_begin_once_all_have_entered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has all its tensors and leaves would break off the connections that a slower one is making."""
+    entered, make = [], dist.ProcessGroupGloo
+
+    def slow(store: Any, rank: int, *rest: Any) -> Any:
+        group = make(store, rank, *rest)
+        time.sleep(0.2 * (rank == RECEIVERS))
+        entered.append(rank)
+        return group
+
+    monkeypatch.setattr(dist, "ProcessGroupGloo", slow)
+    found = exchange(lambda group: len(entered), lambda group: len(entered))
+    assert found == [1 + RECEIVERS] * (1 + RECEIVERS)
+
+
+def test_a_receiver_leaves_after_a_sender_that_is_gone() -> None:
+    """With the sender goes the store at which they have met."""
+    transfer, spoke = GroupTransfer("gloo", LIMIT), Mock(sender="trainer rank 0")
+    sender = transfer.sender("127.0.0.1")
+    connecting = threading.Thread(target=sender.connect, args=(Mock(), 1))
+    connecting.start()
+    receiver = transfer.receiver(spoke, sender.meeting, 0, 1)
+    connecting.join(LIMIT)
+    sender.close(failed=False)
+    time.sleep(0.1)
+    receiver.close(failed=False)
+
+
+def test_members_find_at_once_that_another_one_has_died_before_it_had_entered(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = dist.ProcessGroupGloo
+
+    def dying(store: Any, rank: int, *rest: Any) -> Any:
+        group = make(store, rank, *rest)
+        if rank == RECEIVERS:
+            del group
+            raise OSError("killed")
+        return group
+
+    monkeypatch.setattr(dist, "ProcessGroupGloo", dying)
+    began = time.monotonic()
+    found = exchange(lambda group: None, lambda group: None)
+    assert all(isinstance(one, error) for one, error in zip(found, (RuntimeError, RuntimeError, OSError), strict=True))
+    assert time.monotonic() - began < LIMIT / 2

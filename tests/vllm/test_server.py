@@ -329,12 +329,15 @@ def test_nothing_at_the_url_is_waited_for_and_said(models: list[Path], tmp_path:
         engine_of(nobody, models[0], start_timeout_s=1.0)
 
 
+class _Stranger(http.server.BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_error(404)
+
+
 @contextmanager
 def somebody() -> Iterator[str]:
     """Another server."""
-    handler = http.server.BaseHTTPRequestHandler
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as made:
-        handler.do_GET = lambda self: self.send_error(404)  # type: ignore[attr-defined]
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), _Stranger) as made:
         threading.Thread(target=made.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{made.server_port}"
         made.shutdown()

@@ -24,9 +24,6 @@ if TYPE_CHECKING:
 _WATCHDOG_S = 60.0
 """NCCL's watchdog ends the whole process at its own timeout, so the error of a wait has to come before that."""
 
-COMPLETE = "complete"
-"""The key of a group's store that says that all members have entered."""
-
 Wait = Callable[[], None]
 """Waits until a broadcast has ended; RuntimeError of torch's: it failed, or did not end in time."""
 
@@ -36,6 +33,8 @@ class TorchGroup(Protocol):
 
     def name(self) -> str: ...
 
+    def barrier(self) -> Work: ...
+
     def broadcast(self, tensors: list[torch.Tensor], options: BroadcastOptions) -> Work: ...
 
     def abort(self) -> None: ...
@@ -44,10 +43,15 @@ class TorchGroup(Protocol):
 
 
 def make_group(store: Store, rank: int, size: int, transport: str, timeout_s: float) -> TorchGroup:
-    """Enter a group of ``gloo`` or ``nccl``; of gloo it returns when all members have met.
+    """Enter a group of ``gloo`` or ``nccl``. NCCL's members meet in the first broadcast. Of gloo it returns when all
+    have entered: they connect to each other, which one that left before would break off. From then on nobody speaks
+    to the store.
 
     Args:
         timeout_s: timeout of each operation, seconds.
+
+    Raises:
+        RuntimeError: a member is gone, or does not enter in time.
     """
     import torch.distributed as dist
 
@@ -56,24 +60,20 @@ def make_group(store: Store, rank: int, size: int, transport: str, timeout_s: fl
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout + timedelta(seconds=_WATCHDOG_S)
         return cast(TorchGroup, dist.ProcessGroupNCCL(store, rank, size, options))
-    return cast(TorchGroup, dist.ProcessGroupGloo(store, rank, size, timeout))
+    group = cast(TorchGroup, dist.ProcessGroupGloo(store, rank, size, timeout))
+    try:
+        group.barrier().wait()
+    except RuntimeError:
+        del group  # the error's traceback would keep its connections open, for which other members wait
+        raise
+    return group
 
 
 def enter(store: Store, rank: int, size: int, transport: str, timeout_s: float) -> BroadcastGroup:
     """Enter a group for broadcasts of rank 0; see `make_group`."""
-    group = make_group(store, rank, size, transport, timeout_s)
-    if transport == "nccl":  # whose members meet in the first broadcast
-        return BroadcastGroup(group, device_of(transport), timeout_s)
-    if store.add("entered", 1) == size:
-        store.set(COMPLETE, "")
-    return BroadcastGroup(group, device_of(transport), timeout_s, partial(_wait_complete, store, timeout_s))
-
-
-def _wait_complete(store: Store, timeout_s: float) -> None:
-    try:
-        store.wait([COMPLETE], timedelta(seconds=timeout_s))
-    except RuntimeError as error:
-        raise RuntimeError(f"another member of the group did not enter it within {limit_text(timeout_s)}") from error
+    with limited(timeout_s):
+        group = make_group(store, rank, size, transport, timeout_s)
+    return BroadcastGroup(group, device_of(transport), timeout_s)
 
 
 @contextlib.contextmanager
@@ -113,18 +113,14 @@ class BroadcastGroup:
         group: the group.
         device: where the tensors are: a GPU for NCCL, the CPU for gloo.
         timeout_s: timeout of each broadcast, seconds.
-        wait_complete: waits until all members have entered.
     """
 
-    def __init__(
-        self, group: TorchGroup, device: torch.device, timeout_s: float, wait_complete: Wait | None = None
-    ) -> None:
+    def __init__(self, group: TorchGroup, device: torch.device, timeout_s: float) -> None:
         self.device = device
         self.timeout_s = timeout_s
         # A list, for `close` to empty: the traceback of an error may refer to this object for long.
         self._groups = [group]
         self._has_met = False
-        self._wait_complete = wait_complete
 
     def begin(self, tensor: torch.Tensor) -> Wait:
         """Begin to send a tensor of the group's device, on rank 0, or to receive into it; return the function that
@@ -145,25 +141,14 @@ class BroadcastGroup:
             with contextlib.suppress(RuntimeError):
                 self._groups[0].abort()
 
-    def close(self, *, failed: bool = False, early: bool = False) -> None:
-        """Leave the group; `failed`: after an `abort`; `early`: before the last broadcast. May be called again.
-
-        Else it waits until all members have entered: those of gloo connect to each other, so one that has received all
-        and left would break that off. RuntimeError: one does not enter.
+    def close(self, *, failed: bool = False) -> None:
+        """Leave the group; `failed`: after an `abort`. May be called again.
 
         gloo takes 20 ms to close its connections (two turns of its loop), so a thread does it. NCCL would break off
         what is in flight without a shutdown before.
         """
-        wait_complete, self._wait_complete = self._wait_complete, None
         if failed:
             self.abort()
-        try:
-            if wait_complete is not None and self._groups and not failed and not early:
-                wait_complete()
-        finally:
-            self._leave()
-
-    def _leave(self) -> None:
         if self.device.type == "cpu":
             threading.Thread(target=self._groups.clear, name="close group", daemon=True).start()
             return

@@ -16,7 +16,7 @@ import itertools
 import mmap
 import secrets
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
@@ -51,7 +51,7 @@ from trinity_sync.sync.base import (
     commit,
     is_near,
 )
-from trinity_sync.sync.broadcast_group import COMPLETE, BroadcastGroup, Wait, enter, limited, serve_store
+from trinity_sync.sync.broadcast_group import BroadcastGroup, Wait, enter, limited, serve_store
 from trinity_sync.sync.deltas import Deltas, DeltaTransport, VersionDeltas, fetch_delta, read_chain
 from trinity_sync.sync.links import BucketNotice, End, Hub, Spoke
 from trinity_sync.weights.delta import DeltaError, WrongBaseError
@@ -225,12 +225,9 @@ def send(broadcast: Broadcast, part: str, layout: PartLayout, segment: mmap.mmap
     pieces = _pieces_to_send(broadcast, part, layout, segment)
     group = _join(broadcast, broadcast.senders.index(part), 0, max(map(len, pieces), default=0))
     try:
-        sent = _send(group, pieces)
-    except BaseException:
-        group.close(early=True)
-        raise
-    group.close()
-    return sent
+        return _send(group, pieces)
+    finally:
+        group.close()
 
 
 def _pieces_to_send(broadcast: Broadcast, part: str, layout: PartLayout, segment: mmap.mmap) -> Sequence[torch.Tensor]:
@@ -389,7 +386,7 @@ class _PieceArrivals:
                     arrival.wait()
         finally:
             self._in_flight.clear()
-            self._group.close(early=not clean or self._next < len(self._sizes))
+            self._group.close()
         return clean
 
     def _begin_more(self) -> None:
@@ -443,15 +440,14 @@ def give_up(store: Store, broadcast: Broadcast) -> None:
     """Release the members that still wait for others, or come later. Those that have met find connections closed."""
     for sender in range(len(broadcast.senders)):
         store.compare_set(f"{broadcast.prefix(sender)}decision", "", "over")
-        store.set(f"{broadcast.prefix(sender)}group/{COMPLETE}", "")
-    forget(store, broadcast, but=("decision", COMPLETE))
+    forget(store, broadcast, but="decision")
 
 
-def forget(store: Store, broadcast: Broadcast, but: Collection[str] = ()) -> None:
+def forget(store: Store, broadcast: Broadcast, but: str = "") -> None:
     """Remove the keys of a round, so that the store does not grow with every version."""
     prefixes = tuple(broadcast.prefix(sender) for sender in range(len(broadcast.senders)))
     for key in store.list_keys():
-        if key.startswith(prefixes) and key.rsplit("/", 1)[1] not in but:
+        if key.startswith(prefixes) and key.rsplit("/", 1)[1] != but:
             store.delete_key(key)
 
 
