@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from trinity_sync.backends.base import Backend
-from trinity_sync.backends.platform import accelerator_count, platform_env
+from trinity_sync.backends.option import accelerator_count, platform_env
 from trinity_sync.weights.snapshot import plan
 
 os.environ.update(platform_env(accelerator_count() > 0))  # verl looks for it when it is imported

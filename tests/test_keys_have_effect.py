@@ -28,7 +28,7 @@ from tests.trainer.losses import LENGTHS, drawn, jagged, step
 from trinity_sync import config
 from trinity_sync.config import Config, typed
 from trinity_sync.errors import ConfigError
-from trinity_sync.explorer.explorer_spec import explorer_spec
+from trinity_sync.explorer.actor import explorer_spec
 from trinity_sync.launch.job import Job
 from trinity_sync.launch.row_scan import Scanned
 from trinity_sync.launch.start import Start

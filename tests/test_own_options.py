@@ -25,8 +25,7 @@ from trinity_sync.cli import main as cli
 from trinity_sync.config.lookup import load, missing
 from trinity_sync.config.messages import explain
 from trinity_sync.errors import ConfigError
-from trinity_sync.explorer.actor import Explorer
-from trinity_sync.explorer.explorer_spec import explorer_spec
+from trinity_sync.explorer.actor import Explorer, explorer_spec
 from trinity_sync.explorer.texts import TextSettings
 from trinity_sync.launch.actors import coordinator_option, monitor_option
 from trinity_sync.launch.start import _check_engine

@@ -432,7 +432,7 @@ def adapted(model: Path, strategy: str, lora_rank: int, targets: Any = "all-line
 def packing(model: Path, strategy: str, sharing: int = 1) -> Any:
     """An engine that takes sequences without padding, each of which so many ranks share."""
     from trinity_sync.backends import packed_attention
-    from trinity_sync.backends.sequence_packing import ATTENTION
+    from trinity_sync.backends.option import ATTENTION
 
     packed_attention.register()
     return _engine(str(model), strategy, -1, attention=ATTENTION, packed=True, sharing=sharing)

@@ -11,8 +11,8 @@ import pytest
 import torch
 
 from tests.families import FAMILIES
-from trinity_sync.backends import packed_attention, sequence_packing
-from trinity_sync.backends.sequence_packing import ATTENTION, unpackable
+from trinity_sync.backends import option, packed_attention
+from trinity_sync.backends.option import ATTENTION, unpackable
 
 LENGTHS = (7, 1, 12, 3, 12)
 
@@ -28,7 +28,7 @@ def model_of(family: str, attention: str) -> Any:
     )
 
 
-@pytest.mark.parametrize("family", sequence_packing.FAMILIES)
+@pytest.mark.parametrize("family", option.FAMILIES)
 def test_each_sequence_sees_itself_alone(family: str) -> None:
     draw = np.random.default_rng(0)
     rows = [torch.from_numpy(draw.integers(3, 60, length)) for length in LENGTHS]

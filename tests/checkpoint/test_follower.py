@@ -21,14 +21,14 @@ import torch
 from safetensors.torch import load_file
 
 from tests.checkpoint.histories import commit_weights
-from tests.checkpoint.mirror_places import OWNER, marked
+from tests.checkpoint.mirror_places import OWNER, Events, marked
 from tests.checkpoint.stores import LIMIT_S, PretendRun, calls_here, state
 from trinity_sync.checkpoint import export
 from trinity_sync.checkpoint.folder.contents import read_manifest, write_manifest
-from trinity_sync.checkpoint.mirror import follower
+from trinity_sync.checkpoint.mirror import follower, run_mirror
 from trinity_sync.checkpoint.mirror.copies import Mirror, Storage
 from trinity_sync.checkpoint.mirror.follower import VersionFollower
-from trinity_sync.checkpoint.mirror.run_mirror import MirrorError, MirrorSettings, VersionCopies, call
+from trinity_sync.checkpoint.mirror.run_mirror import MirrorError, MirrorSettings, call
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.models.files import ModelFiles
 from trinity_sync.protocol.versions import Version
@@ -242,7 +242,7 @@ def test_versions_that_a_slow_store_need_not_have_are_left_out(tmp_path: Path) -
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from trinity_sync.checkpoint.mirror import follower
+from trinity_sync.checkpoint.mirror import follower, run_mirror
 from trinity_sync.weights import part_delta
 store, into, owner, name = sys.argv[1:]
 of = follower if owner == "module" else getattr(part_delta if owner == "PartDelta" else follower, owner)
@@ -380,18 +380,19 @@ def test_a_version_whose_files_cannot_be_read_is_reported(tmp_path: Path, monkey
     run.copies.finish(LIMIT_S)
 
 
-def test_a_report_that_fails_does_not_keep_the_next_version_back(
+def test_a_record_that_takes_nothing_keeps_no_version_back_and_hides_no_lost_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """As one on a full disk."""
+    monkeypatch.setattr(Events, "report", Mock(side_effect=RunError("events.jsonl cannot be written")))
     run = PretendRun(tmp_path / "run", str(tmp_path / "store"))
     with monkeypatch.context() as full:
-        full.setattr(VersionCopies, "_complete", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+        full.setattr(run_mirror, "write_manifest", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
         run.publish(1)
         run.copies._completing[1].exception(LIMIT_S)
-    for step in (2, 3, 4):
-        run.publish(step)
-    run.events.wait_for("mirror")
-    assert run.copies.finish(LIMIT_S) == {}
+    run.publish(2)
+    assert run.copies.finish(LIMIT_S) == {1: "[Errno 28] No space left on device"}
+    assert [path.name for path in (tmp_path / "store").glob("global_*")] == ["global_step_2"]
 
 
 def test_a_checkpoint_in_the_place_of_a_version_is_neither_replaced_nor_deleted(tmp_path: Path) -> None:

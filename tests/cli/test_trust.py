@@ -23,7 +23,7 @@ from trinity_sync.config import user_record
 from trinity_sync.config.saved_config import record_of
 from trinity_sync.errors import ConfigError
 from trinity_sync.host.hardware import own_module_folders
-from trinity_sync.reproduction import bundle
+from trinity_sync.reproduction import outcome
 
 Capture = pytest.CaptureFixture[str]
 REWARD = "task.reward._target_=of_a_user.mine"
@@ -486,7 +486,7 @@ def bundled(*overrides: str) -> Path:
     content["config"] = config.plain(config.compose(content["overrides"]))
     content["run"]["config_digest"] = None
     del content["self"]
-    content["self"] = bundle._digest(content)
+    content["self"] = outcome._digest(content)
     Path("a.json").write_text(json.dumps(content))
     return Path("a.json").absolute()
 
@@ -516,7 +516,7 @@ def test_other_overrides_of_a_backend_are_refused(launcher: Computing, setting: 
     [
         "{_target_:trinity_sync.tasks.verl._loaded,path:evil.py,name:f,_partial_:false}",
         "{_target_:trinity_sync.tasks.verl.VerlReward,_args_:[evil.py,f]}",
-        "{_target_:trinity_sync.tasks.reward_process._loaded,pickled:evil.py}",
+        "{_target_:trinity_sync.tasks.reward_processes._loaded,pickled:evil.py}",
         "{_target_:trinity_sync.tracking.wandb.WandbTracker,project:evil}",
     ],
 )

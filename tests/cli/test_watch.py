@@ -20,7 +20,7 @@ from tests.tracking import synthetic
 from tests.tracking.synthetic import Clock
 from trinity_sync.cli import main as cli
 from trinity_sync.cli import watchers
-from trinity_sync.tracking import follow, run_record
+from trinity_sync.tracking import run_record
 from trinity_sync.tracking.run_record import RunFolder
 
 Play = Callable[[Iterator[Any]], None]
@@ -273,7 +273,7 @@ def test_damaged_lines_are_left_out_and_told(tmp_path: Path, capsys: pytest.Capt
 
 def test_what_was_read_is_not_read_again(tmp_path: Path, play: Play, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[bytes] = []
-    monkeypatch.setattr(follow, "json", SimpleNamespace(loads=lambda line: seen.append(line) or json.loads(line)))
+    monkeypatch.setattr(watchers, "json", SimpleNamespace(loads=lambda line: seen.append(line) or json.loads(line)))
     play(run(tmp_path / "run"))
     assert watch(tmp_path / "run") == 0
     assert len(seen) == len(set(seen)) > 20

@@ -9,7 +9,7 @@ import pytest
 from trinity_sync import config
 from trinity_sync.config import model_checks
 from trinity_sync.errors import ConfigError
-from trinity_sync.explorer.explorer_spec import explorer_spec
+from trinity_sync.explorer.actor import explorer_spec
 
 
 def refusal(*overrides: str) -> str:

@@ -9,7 +9,7 @@ import pytest
 from trinity_sync import config
 from trinity_sync.config import model_checks
 from trinity_sync.errors import ConfigError
-from trinity_sync.explorer.explorer_spec import explorer_spec
+from trinity_sync.explorer.actor import explorer_spec
 
 SERVER = ["explorer=vllm_server", "explorer.url=http://127.0.0.1:8000"]
 

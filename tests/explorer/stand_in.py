@@ -11,7 +11,7 @@ from trinity_sync.actors.agent_client import AgentClient
 from trinity_sync.actors.explorer_client import ExplorerProcess, LoadReport, Produced
 from trinity_sync.actors.rank_client import Broadcast
 from trinity_sync.actors.synchronizer_client import SynchronizerClient
-from trinity_sync.explorer.explorer_spec import ExplorerSpec
+from trinity_sync.explorer.actor import ExplorerSpec
 from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import SampleBatch

@@ -12,9 +12,8 @@ import pytest
 
 from trinity_sync.actors.explorer_client import LoadFailed, LoadReport
 from trinity_sync.errors import RunError, WaitTimeout
-from trinity_sync.explorer.actor import Explorer, Follower
+from trinity_sync.explorer.actor import Explorer, ExplorerSpec, Follower
 from trinity_sync.explorer.engine import RolloutEngine
-from trinity_sync.explorer.explorer_spec import ExplorerSpec
 from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import SampleBatch

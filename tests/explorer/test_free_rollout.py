@@ -14,8 +14,7 @@ import pytest
 from trinity_sync.actors.calls import MemberDied
 from trinity_sync.actors.explorer_client import ExplorerClient, LoadFailed, LoadReport, Produced
 from trinity_sync.errors import RunError, WaitTimeout
-from trinity_sync.explorer import free_rollout
-from trinity_sync.explorer.free_rollout import LOAD_TRIES, FreeRollout
+from trinity_sync.explorer.rollout import LOAD_TRIES, FreeRollout
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.advantages import GroupFilter, group_advantages
 from trinity_sync.samples.batch import SampleBatch
@@ -145,7 +144,7 @@ class Runs:
 
 @pytest.fixture
 def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[Runs]:
-    monkeypatch.setattr(free_rollout, "GRACE_S", 0.1)
+    monkeypatch.setattr("trinity_sync.explorer.rollout.GRACE_S", 0.1)
     made = Runs()
     yield made
     for rollout in made.made:

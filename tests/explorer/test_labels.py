@@ -15,8 +15,7 @@ import pytest
 from tests.explorer.helpers import ARCHITECTURE, engine_of, load, loaded
 from trinity_sync.actors.explorer_client import EngineDied, LoadFailed, LoadReport
 from trinity_sync.errors import RunError
-from trinity_sync.explorer.actor import Explorer
-from trinity_sync.explorer.explorer_spec import ExplorerSpec
+from trinity_sync.explorer.actor import Explorer, ExplorerSpec
 from trinity_sync.models.architecture import make_model
 from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.protocol.versions import Version

@@ -23,8 +23,7 @@ from trinity_sync.actors.calls import MemberDied, results
 from trinity_sync.actors.explorer_client import ExplorerClient, Generated
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.explorer import pool as pool_module
-from trinity_sync.explorer.actor import Explorer
-from trinity_sync.explorer.explorer_spec import ExplorerSpec
+from trinity_sync.explorer.actor import Explorer, ExplorerSpec
 from trinity_sync.explorer.pool import ExplorerPool
 from trinity_sync.explorer.validation import Validation, ValidationSettings
 from trinity_sync.protocol.parts import PartInfo

@@ -18,8 +18,7 @@ from tests.samples.helpers import sample
 from trinity_sync.actors.explorer_client import LOAD_TRIES, LoadReport
 from trinity_sync.actors.synchronizer_client import SynchronizerClient
 from trinity_sync.errors import RunError, WaitTimeout
-from trinity_sync.explorer import free_rollout
-from trinity_sync.explorer.free_rollout import FreeRollout
+from trinity_sync.explorer.rollout import FreeRollout
 from trinity_sync.explorer.validation import ValidationSettings, VersionValidations
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.advantages import group_advantages
@@ -129,7 +128,7 @@ class World:
 
 @pytest.fixture
 def world(monkeypatch: pytest.MonkeyPatch) -> Iterator[World]:
-    monkeypatch.setattr(free_rollout, "GRACE_S", 0.1)
+    monkeypatch.setattr("trinity_sync.explorer.rollout.GRACE_S", 0.1)
     made = World()
     yield made
     for rollout in made.rollouts:

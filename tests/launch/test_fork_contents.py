@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from trinity_sync.backends.platform import platform_env
+from trinity_sync.backends.option import platform_env
 
 PROGRAM = """
 import importlib, os, sys

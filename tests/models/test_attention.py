@@ -10,7 +10,7 @@ from transformers import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.families import EAGER, FAMILIES
-from trinity_sync.models.attention import attention_problem
+from trinity_sync.models.families import attention_problem
 
 
 @pytest.mark.parametrize("family", ["gemma2", "vaultgemma"])

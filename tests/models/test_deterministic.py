@@ -8,12 +8,12 @@ import sys
 import pytest
 
 from trinity_sync.config import compose, typed
-from trinity_sync.explorer.explorer_spec import explorer_spec
+from trinity_sync.explorer.actor import explorer_spec
 from trinity_sync.trainer.worker_spec import worker_spec
 
 PROGRAM = """
 import os, torch
-from trinity_sync.models.attention import use_deterministic_kernels
+from trinity_sync.models.families import use_deterministic_kernels
 
 torch.cuda.is_available = lambda: {gpu}  # stands for a machine that has one: no kernel is run here
 use_deterministic_kernels()

@@ -12,7 +12,7 @@ import transformers.utils.hub
 from tests.backends.engines import SIZES
 from trinity_sync.errors import ConfigError
 from trinity_sync.models.architecture import make_model
-from trinity_sync.models.hub import cached_folder, local_folder
+from trinity_sync.models.files import cached_folder, local_folder
 from trinity_sync.models.model_folder import _stored
 
 

@@ -16,8 +16,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, modeling_utils
 from tests.checkpoint import written
 from trinity_sync.checkpoint.reading import open_weights
 from trinity_sync.explorer.hf import held_model
-from trinity_sync.models import indexed_file
-from trinity_sync.models.indexed_file import INDEX, IndexedFile, follow_indexes
+from trinity_sync.models import files as model_files
+from trinity_sync.models.files import INDEX, IndexedFile, follow_indexes
 from trinity_sync.models.model_folder import left_out
 from trinity_sync.weights.tensors import saved_list
 
@@ -81,7 +81,7 @@ def test_an_index_is_read_once_for_all_files(
     strayed: tuple[Path, str, torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     loads = Mock(side_effect=json.loads)
-    monkeypatch.setattr(indexed_file, "json", SimpleNamespace(loads=loads))
+    monkeypatch.setattr(model_files, "json", SimpleNamespace(loads=loads))
     (strayed[0] / INDEX).touch()
     open_weights(strayed[0])
     assert loads.call_count == 1

@@ -27,6 +27,7 @@ def job(
     "config",
     [
         {"sync": {"mode": "nccl", "interval": 1, "slots": 3}},
+        {"sync": {"mode": "memory", "interval": 1, "encoding": "delta"}},
         {"retention": {"policies": {}}},
         {"checkpoint": {"interval": 5, "dir": "/there"}},
         {"name": "b", "live": "off", "tracker": {}, "cluster": {"num_cpus": 1}},

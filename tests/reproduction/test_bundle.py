@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.reproduction.bundle import Bundle, read_bundle
-from trinity_sync.reproduction.outcome import Outcome
+from trinity_sync.reproduction.outcome import Bundle, Outcome, read_bundle
 
 BUNDLE = Bundle(
     record={"seed": 3, "reproducible": True, "packages": {"python": "3.11", "torch": "2.9.0", "trinity-sync": "1"}},

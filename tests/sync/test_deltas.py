@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
+import re
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,12 +29,15 @@ from trinity_sync.protocol.versions import Version
 from trinity_sync.sync import Synchronizer
 from trinity_sync.sync.base import ExplorerSide, LayoutCache, Published
 from trinity_sync.sync.checkpoint import CheckpointMode
-from trinity_sync.sync.deltas import DeltaTransport, KeptDeltas
+from trinity_sync.sync.deltas import DeltaTransport, KeptDeltas, VersionDeltas
 from trinity_sync.sync.memory import MemoryMode
+from trinity_sync.sync.node_agent import NodeAgent
 from trinity_sync.sync.weight_loader import WeightLoader
 from trinity_sync.weights import native
 from trinity_sync.weights.delta import DeltaError
-from trinity_sync.weights.part_delta import EncodedDelta, Route, VersionIndex, find_route
+from trinity_sync.weights.layout import PartLayout
+from trinity_sync.weights.part_delta import EncodedDelta, PartEncoder, Route, VersionIndex, find_route
+from trinity_sync.weights.shards import whole
 
 
 def also(*values: Any) -> list[Any]:
@@ -524,8 +531,50 @@ def test_an_agent_keeps_the_newest_deltas_only(monkeypatch: pytest.MonkeyPatch) 
 def test_a_full_object_store_costs_deltas_and_not_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     kept = KeptDeltas(1000)
     monkeypatch.setattr("ray.put", Mock(side_effect=OutOfDiskError()))
-    assert kept.add(Version(0, 2), KEPT) == 5
+    assert kept.add(Version(0, 2), KEPT) is None
     assert kept.chain(Version(0, 2), Version(0, 1)) is None
+
+
+def test_a_version_of_which_a_part_has_no_delta_is_published_as_full(
+    in_memory: MemoryRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where there was no room for it."""
+    encode = VersionDeltas.encode
+    monkeypatch.setattr(VersionDeltas, "encode", lambda *given, **how: encode(*given, **how)[1:])
+    in_memory.publish(2)
+    assert [sent.encoding for sent in in_memory.sent] == ["full", "full"]
+    assert in_memory.sent[1].nbytes > in_memory.full_bytes
+
+
+def test_deltas_that_were_given_up_while_they_were_made_are_not_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their slots may have been filled meanwhile."""
+    layout = PartLayout.build("rank-00000", [whole("weight", "U8", (64,))], 64)
+    agent: Any = NodeAgent.__new__(NodeAgent)
+    agent._layouts, agent._encoders, agent._kept = {"rank-00000": layout}, {}, {}
+    agent._maps, agent._tasks, agent._pool = Mock(__getitem__=Mock()), ThreadPoolExecutor(1), None
+    monkeypatch.setattr("ray.put", bytes)
+    begun, given_up = threading.Event(), threading.Event()
+
+    def encode(*given: Any) -> list[EncodedDelta]:
+        begun.set()
+        assert given_up.wait(LIMIT)
+        return [KEPT]
+
+    async def make(*, forgets: bool) -> Any:
+        making = asyncio.ensure_future(agent.encode_deltas(Version(0, 2), 1, Version(0, 1), 0, None, "gap8z", ()))
+        await asyncio.to_thread(begun.wait, LIMIT)
+        if forgets:
+            await agent.forget_deltas()
+        given_up.set()
+        assert len(await making) == 1
+        return await agent.share_deltas(Version(0, 2), Version(0, 1))
+
+    monkeypatch.setattr(PartEncoder, "encode", encode)
+    assert list(asyncio.run(make(forgets=False))) == ["rank-00000"]
+    agent._kept = {}
+    begun.clear()
+    given_up.clear()
+    assert asyncio.run(make(forgets=True)) == {}
 
 
 def test_parts_of_two_nodes_are_followed(
@@ -540,6 +589,19 @@ def test_parts_of_two_nodes_are_followed(
     loader.load(None)
     run.publish()
     assert assert_holds(loader, here, run).bytes_moved < run.full_bytes / 2
+
+
+@pytest.mark.parametrize("kind", [Run, MemoryRun], ids=["files", "memory"])
+def test_nothing_travels_of_a_version_that_is_held(trainer: PretendTrainer, tmp_path: Path, kind: type[Run]) -> None:
+    """An explorer that follows the trainer may be asked to validate the version that it has."""
+    run = kind(trainer, tmp_path)
+    loader, here = run.explorer()
+    run.publish(2)
+    loader.load(None)
+    report = assert_holds(loader, here, run)
+    assert (report.bytes_moved, report.fault) == (0, None)
+    here["embed.weight"][3] += 1
+    assert "was read once more: " in assert_holds(loader, here, run).fault
 
 
 # ---- deltas to other nodes only
@@ -586,6 +648,31 @@ def test_deltas_begin_once_an_explorer_is_elsewhere_and_end_with_it(automatic: R
     [agent] = automatic.trainer.agents.values()
     assert agent.share_deltas(*automatic.published[-2:-4:-1]).result(LIMIT) == {}
     assert encodings(automatic) == ["full", "delta", "delta", "full"]
+
+
+@pytest.mark.parametrize("kind", [Run, MemoryRun], ids=["files", "memory"])
+def test_deltas_that_cannot_be_made_cost_a_full_version_and_are_told(
+    trainer: PretendTrainer, tmp_path: Path, kind: type[Run]
+) -> None:
+    run = kind(trainer, tmp_path, codec="unknown", encoding="auto", explorer_nodes=lambda: {"far": "far-away"})
+    loader, here = run.explorer(node="far-away")
+    for _ in range(2):
+        run.publish()
+        assert assert_holds(loader, here, run).fault is None
+    assert [(sent.encoding, sent.fault is None) for sent in run.sent] == [("full", True), ("full", False)]
+    told = rf"^version {run.published[-1]} is published in full: the agent of .* could not make .*unknown"
+    assert re.match(told, run.sent[1].fault), run.sent[1].fault
+
+
+@pytest.mark.parametrize("how", [{"encoding": "delta"}, {"encoding": "auto", "versions": Mock()}], ids=str)
+def test_deltas_that_are_asked_for_and_cannot_be_made_end_the_run(
+    trainer: PretendTrainer, tmp_path: Path, how: dict[str, Any]
+) -> None:
+    run = Run(trainer, tmp_path, codec="unknown", **how)
+    run.publish()
+    with pytest.raises(RunError, match="could not make the deltas"):
+        run.publish()
+    trainer.synchronizer.discard(Version(0, run.published[-1].step + 1)).result(LIMIT)
 
 
 def test_followers_of_a_store_are_elsewhere(trainer: PretendTrainer, tmp_path: Path) -> None:

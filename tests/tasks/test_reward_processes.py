@@ -30,8 +30,7 @@ from trinity_sync.host.threads import in_background
 from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks import reward_processes
 from trinity_sync.tasks.base import Failure, Response, RewardResult, SummedResult, Verdict
-from trinity_sync.tasks.reward_process import decoded, encoded
-from trinity_sync.tasks.reward_processes import RewardProcesses
+from trinity_sync.tasks.reward_processes import RewardProcesses, decoded, encoded
 from trinity_sync.tasks.rewards import FunctionReward, Judging
 
 SOURCE = bad_rewards.__file__
@@ -643,7 +642,7 @@ def is_open(descriptor: int) -> bool:
 
 def test_numpy_is_left_to_the_users_function() -> None:
     """Its import starts threads, whose number the file of the function may set before."""
-    code = "import sys, trinity_sync.tasks.reward_process, trinity_sync.tasks.rewards; sys.exit('numpy' in sys.modules)"
+    code = "import sys, trinity_sync.tasks.reward_processes; sys.exit('numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 

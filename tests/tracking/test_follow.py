@@ -8,10 +8,11 @@ import pytest
 
 from tests.tracking import synthetic
 from tests.tracking.synthetic import Clock
+from trinity_sync.cli import watchers
+from trinity_sync.cli.watchers import FollowedRun, ReplacedError, Tail, standing
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.tracking import follow, json_lines
+from trinity_sync.tracking import json_lines
 from trinity_sync.tracking.events import Event, SaveEvent, event_name
-from trinity_sync.tracking.follow import FollowedRun, ReplacedError, Tail, standing
 from trinity_sync.tracking.run_record import RunFolder
 
 
@@ -23,7 +24,7 @@ def add(path: Path, text: str) -> None:
 def test_only_what_is_new_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "log.jsonl"
     tail, parsed = Tail(path), []
-    monkeypatch.setattr(follow.json, "loads", lambda line, loads=json.loads: parsed.append(line) or loads(line))
+    monkeypatch.setattr(watchers.json, "loads", lambda line, loads=json.loads: parsed.append(line) or loads(line))
     assert list(tail.read()) == []
     add(path, '{"a": 1}\n{"a": 2}\n')
     assert list(tail.read()) == [{"a": 1}, {"a": 2}]
@@ -47,7 +48,7 @@ def test_a_line_that_is_being_written_comes_when_it_is_whole(tmp_path: Path) -> 
 def test_lines_that_cross_the_pieces_in_which_a_file_is_read_are_whole(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(follow, "_CHUNK", 7)
+    monkeypatch.setattr(watchers, "_CHUNK", 7)
     path = tmp_path / "log.jsonl"
     lines = [{"number": number} for number in range(50)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -141,8 +142,8 @@ def test_how_a_run_stands_is_told_by_its_lock_and_its_record(tmp_path: Path) -> 
 
 def test_a_run_that_begins_during_the_look_was_not_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     record(tmp_path, status="running")
-    owners = iter([None, follow.LockOwner(pid=1, host="here")])
-    monkeypatch.setattr(follow, "lock_owner", lambda folder: next(owners))
+    owners = iter([None, watchers.LockOwner(pid=1, host="here")])
+    monkeypatch.setattr(watchers, "lock_owner", lambda folder: next(owners))
     assert standing(tmp_path).stand == "running"
 
 

@@ -89,6 +89,17 @@ def test_times_and_bytes_are_of_publishes_loads_and_commits() -> None:
     assert summary["checkpoint"]["total_s"]["median"] == 7.0
 
 
+@pytest.mark.parametrize(
+    ("published", "told"),
+    [(["full"], "full"), (["full", "delta"], "delta"), (["full", "delta", "full"], "full"), ([], None)],
+    ids=str,
+)
+def test_the_encoding_of_a_run_is_that_of_most_versions(published: list[str], told: str | None) -> None:
+    """The first version of all is full."""
+    events = [event("publish", version=number, encoding=encoding) for number, encoding in enumerate(published)]
+    assert summarise([], events, "completed", 1.0)["sync"]["encoding"] == told
+
+
 def deltas(version: int, **other: Any) -> Any:
     fields = {"bytes_full": 1_000, "encoding": "delta", "changed": 0.01, "encode_s": 0.5, "changed_ppm": {"0": 10_000}}
     return event("publish", version=version, **{**fields, **other})

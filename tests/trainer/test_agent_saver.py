@@ -28,7 +28,7 @@ from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import FULL
 from trinity_sync.sync import Synchronizer, SynchronizerConfig
 from trinity_sync.sync.node_agent import AgentConfig, NodeAgent
-from trinity_sync.trainer.saver import AgentSaver
+from trinity_sync.trainer.member import AgentSaver
 
 LIMIT = 60.0
 PART = "rank-00000"

@@ -15,8 +15,8 @@ from trinity_sync.actors.rank_client import RankClient, Recomputed
 from trinity_sync.errors import ConfigError
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.tracking.events import Event, event_fields, event_name
-from trinity_sync.trainer.agreement_check import AgreementCheck, agreement_bound
 from trinity_sync.trainer.group import TrainerGroup
+from trinity_sync.trainer.steps import AgreementCheck, agreement_bound
 
 
 class Ranks:

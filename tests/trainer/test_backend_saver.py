@@ -20,7 +20,7 @@ from trinity_sync.backends.meetings import RankMeeting
 from trinity_sync.checkpoint import CheckpointCoordinator
 from trinity_sync.checkpoint.folder.contents import step_dir
 from trinity_sync.errors import RunError
-from trinity_sync.trainer.saver import BackendSaver
+from trinity_sync.trainer.member import BackendSaver
 from trinity_sync.weights.staging import Copying
 
 PARTS = ["rank-00000", "rank-00001"]

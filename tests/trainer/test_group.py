@@ -64,7 +64,7 @@ def test_the_driver_needs_no_engine() -> None:
     code = (
         "import sys\n"
         "from trinity_sync.launch import actors, job, launcher\n"
-        "from trinity_sync.explorer import free_rollout, pool, rollout\n"
+        "from trinity_sync.explorer import pool, rollout\n"
         "from trinity_sync.trainer import free_loop, group, loop, full_saves\n"
         "from trinity_sync.sync import checkpoint, memory, nccl, synchronizer\n"
         "print(*({'torch', 'verl', 'transformers', 'pandas'} & set(sys.modules)))"

@@ -23,12 +23,17 @@ class Log:
         self.lines.append(event_fields(event))
 
 
-def published(report: Published | None) -> Any:
+def recorded(report: Published | None) -> list[Any]:
     log = Log()
     steps: Any = SimpleNamespace(log=log, settings=SimpleNamespace(mode="memory", base=None))
     sealed = Sealed(version=Version(0, 1), slot=0, digest="d", parts={})
     Steps.record_publish(steps, Staged(sealed, 0.0, 0.0, 0.0), report)
-    return log.lines[0]
+    return log.lines
+
+
+def published(report: Published | None) -> Any:
+    [line] = recorded(report)
+    return line
 
 
 def test_a_version_by_deltas_is_recorded_with_its_layers_and_time() -> None:
@@ -38,6 +43,11 @@ def test_a_version_by_deltas_is_recorded_with_its_layers_and_time() -> None:
 
 def test_a_full_version_is_recorded_without_layers_and_time() -> None:
     assert not {"changed_ppm", "encode_s"} & published(None).keys()
+
+
+def test_why_deltas_could_not_be_made_is_recorded() -> None:
+    _, line = recorded(Published(encoding="full", nbytes=1, fault="no memory"))
+    assert (line["where"], line["error"]) == ("deltas", "no memory")
 
 
 @pytest.mark.parametrize(("apply_s", "recorded"), [(0.25, 0.25), (0.0, None)], ids=["deltas", "in full"])

@@ -29,7 +29,7 @@ class Rank:
         import torch
         import torch.distributed as dist
 
-        from trinity_sync.trainer.rendezvous import join_group
+        from trinity_sync.trainer.member import join_group
 
         join_group("gloo", timeout_s)
         brought = torch.tensor([10 + self._rank])

@@ -15,7 +15,7 @@ from trinity_sync.models.architecture import make_model
 from trinity_sync.samples.position import Position
 from trinity_sync.tasks.encoding import PairEncoder
 from trinity_sync.tasks.pairs import PairsTask
-from trinity_sync.trainer.sft_data import PairsData
+from trinity_sync.trainer.loop import PairsData
 
 PAIRS, BATCH = 10, 4
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from trinity_sync.backends.sequence_packing import ATTENTION
+from trinity_sync.backends.option import ATTENTION
 from trinity_sync.config import compose, typed
 from trinity_sync.errors import ConfigError
 from trinity_sync.models.architecture import make_model

@@ -74,29 +74,24 @@ class EngineView(Protocol):
 
         Replicas contribute nothing, so the ranks cover each tensor once.
         """
-        ...
 
     def saved(self) -> Mapping[str, Saved]:
         """Return the tensors of a version, from the model's architecture and not from `shards`."""
-        ...
 
     def sources(self) -> Sources:
         """Return live local tensors by name, one per shard, elements in the shard's local order; or `Computed` ones.
 
         Collective where the engine offloads, and where a version is the sum of base and adapter.
         """
-        ...
 
     def before_change(self, callback: Callable[[], None]) -> None:
         """Have `callback` called, on the training thread, each time before the tensors of `state` change.
 
         It is not called where the deadline is ``now``: there they may change at any time.
         """
-        ...
 
     def load(self, folder: Path) -> None:
         """Restore a checkpoint: ``verl`` on the same number of ranks, ``dcp`` on any. Collective."""
-        ...
 
 
 class Backend(EngineView, Protocol):
@@ -107,7 +102,6 @@ class Backend(EngineView, Protocol):
 
         Its tensors do not change before `deadline`; everything else in it is a copy. Collective: all ranks call it.
         """
-        ...
 
     def write_distributed(
         self, value: object, copied: Callable[[torch.Tensor], torch.Tensor], folder: Path, meeting: RankMeeting
@@ -123,13 +117,11 @@ class Backend(EngineView, Protocol):
         Raises:
             RunError: on all ranks, if one fails.
         """
-        ...
 
     def write_metadata(self, folder: Path) -> list[Path]:
         """Rank 0: write config, tokenizer and the engine's own JSON next to the shards, so that verl's tools read the
         folder.
         """
-        ...
 
 
 class AdapterBackend(Backend, Protocol):
@@ -137,11 +129,9 @@ class AdapterBackend(Backend, Protocol):
 
     def base(self) -> HeldBase:
         """Return the base of the adapter. Collective where the engine offloads."""
-        ...
 
     def adapter_config(self) -> Mapping[str, object]:
         """Return the fields that peft writes into an ``adapter_config.json``."""
-        ...
 
 
 class SelfWritingBackend(EngineView, Protocol):
@@ -164,7 +154,6 @@ class SelfWritingBackend(EngineView, Protocol):
             function is collective too, and called on a background thread of every rank during training. A file is a
             path, or (path relative to `folder`, bytes, xxh3_128 hex) if it needs no further digest and fsync.
         """
-        ...
 
 
 View: TypeAlias = Backend | SelfWritingBackend
@@ -201,11 +190,9 @@ class Engine(Protocol):
 
     def train_mode(self) -> AbstractContextManager[None]:
         """Compute as in training, dropout included, during the block. Collective where the engine offloads."""
-        ...
 
     def eval_mode(self) -> AbstractContextManager[None]:
         """Infer during the block. Collective where the engine offloads."""
-        ...
 
     def infer_batch(self, data: TensorDict) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """Run a forward pass; ``model_output`` has `log_probs` and more, jagged, at each position those of the next
@@ -213,11 +200,9 @@ class Engine(Protocol):
 
         Empty on pipeline stages before the last. Collective.
         """
-        ...
 
     def get_per_tensor_param(self) -> tuple[Iterable[tuple[str, torch.Tensor]], object | None]:
         """Return (name, full tensor) of all weights, and the configuration of adapters that are not among them."""
-        ...
 
 
 class FsdpEngine(Engine, Protocol):

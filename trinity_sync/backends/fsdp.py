@@ -35,8 +35,7 @@ from trinity_sync.backends.fsdp_state import FsdpState, adapter_fields, peft_con
 from trinity_sync.backends.meetings import RankMeeting
 from trinity_sync.backends.saved_tensors import meta_model, on_the_wire
 from trinity_sync.errors import ConfigError
-from trinity_sync.models.files import ModelFiles
-from trinity_sync.models.hub import local_folder
+from trinity_sync.models.files import ModelFiles, local_folder
 from trinity_sync.weights.lora import adapter_name, base_name
 from trinity_sync.weights.saved_views import Cut, Saved, Strided, row_major
 from trinity_sync.weights.shards import Shard, listed, whole

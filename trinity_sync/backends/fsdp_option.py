@@ -16,8 +16,8 @@ from trinity_sync.backends.option import (
     check_sharing,
     refused,
     shared_fields,
+    unpackable,
 )
-from trinity_sync.backends.sequence_packing import unpackable
 from trinity_sync.config import Check, Get, Problem
 from trinity_sync.config.model_checks import model_fields
 from trinity_sync.config.schema import Config, FsdpConfig

@@ -6,6 +6,7 @@ imported in the methods that a trainer's rank calls.
 
 from __future__ import annotations
 
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -13,7 +14,6 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, TypeAlias
 
-from trinity_sync.backends.sequence_packing import unpackable
 from trinity_sync.config import Check, Get, Problem, build
 from trinity_sync.config.model_checks import model_fields
 from trinity_sync.config.schema import BackendConfig, Config
@@ -336,3 +336,66 @@ def check_sharing(get: Get) -> Iterator[Problem]:
         yield Problem(
             "backend.sp", f"is {sharing}; it must divide the model's num_key_value_heads ({pairs}), or be a multiple"
         )
+
+
+# The models that support sequences packed without padding, one after another in one row (`trainer.remove_padding`).
+
+
+ATTENTION = "trinity_packed"
+"""Name of the attention for transformers in place of sdpa, see `trinity_sync.backends.packed_attention`."""
+
+FAMILIES = (
+    "deepseek_v3",
+    "glm4",
+    "glm4_moe",
+    "granitemoe",
+    "llama",
+    "mistral",
+    "mixtral",
+    "olmo2",
+    "phi3",
+    "qwen2",
+    "qwen2_moe",
+    "qwen3",
+    "qwen3_moe",
+)
+"""Model families of transformers whose log-probs were compared, packed and padded."""
+
+
+def unpackable(model: Mapping[str, object], attention: str) -> str | None:
+    """Return why a model does not support packed sequences; None: it does."""
+    if attention == "eager":
+        return "model.attn_implementation is eager, which sees across the ends of packed sequences"
+    family = model.get("model_type")
+    if family not in FAMILIES:
+        return f"models of the family {family} are not among those that were tried so ({', '.join(FAMILIES)})"
+    layers = model.get("layer_types")
+    windowed = [kind for kind in layers if kind != "full_attention"] if isinstance(layers, Sequence) else []
+    window = model.get("sliding_window") if model.get("use_sliding_window", True) else None
+    if windowed or (not layers and window is not None):
+        return f"the model has layers of {windowed[0] if windowed else 'sliding_attention'}, which are padded only"
+    return None
+
+
+# The accelerator of a run, and verl's environment for it. The launcher calls `accelerator_count` before Ray starts, and
+# passes `platform_env` to all processes.
+
+
+def accelerator_count() -> int:
+    """Return the number of NVIDIA GPUs that this process may use. Loads no CUDA library."""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    devices = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
+    if visible is not None:
+        return min(devices, len([item for item in visible.split(",") if item.strip() not in ("", "-1")]))
+    return devices
+
+
+def platform_env(use_gpu: bool) -> dict[str, str]:
+    """Return the environment variables for every process that imports verl; empty on CUDA."""
+    if use_gpu:
+        return {}
+    return {
+        "VERL_PLATFORM": "cpu",
+        "VERL_USE_EXTERNAL_MODULES": "trinity_sync.backends.cpu_platform",
+        "VERL_ENGINE_DEVICE": "cuda",
+    }

@@ -26,7 +26,7 @@ from verl.utils.ulysses import (
     get_ulysses_sequence_parallel_world_size,
 )
 
-from trinity_sync.backends.sequence_packing import ATTENTION
+from trinity_sync.backends.option import ATTENTION
 
 _LONGER = 1.25
 """Largest ratio of lengths among sequences that are padded together."""

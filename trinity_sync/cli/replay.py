@@ -28,8 +28,7 @@ from trinity_sync.config.saved_config import saved_references
 from trinity_sync.errors import ConfigError
 from trinity_sync.host.masking import masked_override
 from trinity_sync.host.references import path_list
-from trinity_sync.reproduction.bundle import read_bundle
-from trinity_sync.reproduction.outcome import Outcome, read_outcome
+from trinity_sync.reproduction.outcome import Outcome, read_bundle, read_outcome
 from trinity_sync.tracking.run_record import RunFolderInUse, RunJson, lock_owner, read_record
 
 _WRITTEN_TO = ("checkpoint.dir", "checkpoint.mirror", "sync.shm_dir", "sync.store", "cluster.")

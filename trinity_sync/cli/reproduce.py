@@ -87,7 +87,7 @@ def _write_bundle(source: ReplaySource, output: Path | None) -> int:
     from trinity_sync.cli.replay import check_digest, split_places, without_secret
     from trinity_sync.config.invocation import saved_settings
     from trinity_sync.host.masking import masked_override
-    from trinity_sync.reproduction.bundle import Bundle
+    from trinity_sync.reproduction.outcome import Bundle
 
     if not source.place.is_dir():
         raise ConfigError(f"{source.place} is a bundle already; name the folder of a run")

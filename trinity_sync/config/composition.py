@@ -18,6 +18,7 @@ from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.utils import get_args_parser
 from hydra.core.config_search_path import ConfigSearchPath
 from hydra.core.global_hydra import GlobalHydra
+from hydra.errors import HydraException
 from hydra.plugins.completion_plugin import DefaultCompletionPlugin
 from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -55,17 +56,18 @@ def compose(
 
 
 def completions(words: Sequence[str]) -> list[str]:
-    """Return the completions of the last word of a Hydra command line: groups, their options, keys and values.
-
-    Raises:
-        HydraException, OmegaConfBaseException, SystemExit: an earlier word is wrong.
+    """Return the completions of the last word of a Hydra command line: groups, their options, keys and values; none
+    where an earlier word is wrong, which the run will report.
     """
-    options, _ = get_args_parser().parse_known_args(list(words[:-1]))
-    with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
-        if options.config_dir:
-            _look_in(Path(options.config_dir))
-        loader = GlobalHydra.instance().config_loader()
-        return DefaultCompletionPlugin(loader)._query(options.config_name or "config", " ".join(words))
+    try:
+        options, _ = get_args_parser().parse_known_args(list(words[:-1]))
+        with initialize_config_dir(version_base="1.3", config_dir=str(conf_dir())):
+            if options.config_dir:
+                _look_in(Path(options.config_dir))
+            loader = GlobalHydra.instance().config_loader()
+            return DefaultCompletionPlugin(loader)._query(options.config_name or "config", " ".join(words))
+    except (HydraException, OmegaConfBaseException, SystemExit, AssertionError, ValueError):
+        return []
 
 
 def _look_in(folder: Path) -> None:

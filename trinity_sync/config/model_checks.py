@@ -22,9 +22,13 @@ from trinity_sync.config.lookup import LABELS
 from trinity_sync.config.schema import LossValidationConfig, ValidationConfig
 from trinity_sync.errors import ConfigError
 from trinity_sync.host.references import matched_files
-from trinity_sync.models.attention import attention_problem
-from trinity_sync.models.families import class_problem, is_known, suggestion
-from trinity_sync.models.vllm_limits import temperature_problem
+from trinity_sync.models.families import (
+    attention_problem,
+    class_problem,
+    is_known,
+    suggestion,
+    vllm_temperature_problem,
+)
 
 _SIZES = frozenset(
     {
@@ -386,7 +390,7 @@ def sampling_problems(get: Get) -> Iterator[Problem]:
     """Check the sampling settings against the limits of vLLM, local or on a server."""
     kind, temperature = get("explorer.kind"), get("explorer.temperature")
     for key in ("explorer.temperature", "task.validation.temperature"):
-        if (drawn := get(key)) is not None and (text := temperature_problem(drawn)):
+        if (drawn := get(key)) is not None and (text := vllm_temperature_problem(drawn)):
             yield Problem(key, text)
     if temperature not in (0.0, 1.0) and (get("explorer.top_k") or get("explorer.top_p") != 1.0):
         yield Problem(

@@ -9,9 +9,9 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -25,13 +25,17 @@ from trinity_sync.actors.explorer_client import EngineDied, ExplorerProcess, Loa
 from trinity_sync.actors.rank_client import Broadcast
 from trinity_sync.actors.synchronizer_client import SynchronizerClient
 from trinity_sync.config import TARGET, build, build_task, dtype_name, load
+from trinity_sync.config.checks import sync_settings
+from trinity_sync.config.lora_settings import adapter_of, travels
+from trinity_sync.config.schema import Config, VllmConfig, VllmServerConfig
 from trinity_sync.errors import RunError, TrinityError, WaitTimeout, grown
 from trinity_sync.explorer.engine import RolloutEngine
-from trinity_sync.explorer.explorer_spec import ExplorerSpec
 from trinity_sync.host.hardware import peak_memory_with_children
 from trinity_sync.host.logs import own_log, story
 from trinity_sync.host.origin import error_text
 from trinity_sync.host.process import without_collections
+from trinity_sync.host.references import Settings
+from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.protocol.versions import LOAD_HOPS, Version
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.record import FOR_TRAINING, Drawing, Prompt
@@ -66,7 +70,7 @@ class Explorer:
         if judge is not None:  # its processes begin while the model loads
             judge.warm_up()
         if self._spec.deterministic:
-            from trinity_sync.models.attention import use_deterministic_kernels
+            from trinity_sync.models.families import use_deterministic_kernels
 
             use_deterministic_kernels()
         self._engine: RolloutEngine = build("explorer", self._spec.engine, RolloutEngine)  # type: ignore[type-abstract]
@@ -321,3 +325,73 @@ class Follower:
         self._error = error if isinstance(error, LoadFailed) else LoadFailed(str(error))
         self._error.__cause__ = error.__cause__
         self._give_up()
+
+
+# The plain values that an explorer is built from. The driver makes them, without torch.
+
+
+_OF_THE_POOL = ("kind", "replicas", "max_restarts", "check_agreement", "timeout_s")
+"""Keys of `explorer` that engines do not get."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExplorerSpec:
+    """The values that an explorer is built from."""
+
+    member: RoundMember  # its name, such as ``"explorer-0"``, and a number that each restart changes
+    engine: Mapping[str, object]  # class of the `RolloutEngine`, and its keyword arguments
+    task: Settings  # the `task` node of the config, to be instantiated in the explorer for its rewards
+    seed: int
+    deterministic: bool
+    sync: Mapping[str, object]  # the `sync` node of the config, to be instantiated for the explorer's half of the mode
+    verify: str
+    sync_timeout_s: float  # a `WaitLimit`
+    log_dir: str | None
+    processes: int = 1  # processes that hold its weights; one GPU each where there are GPUs
+
+    @property
+    def name(self) -> str:
+        return self.member.name
+
+
+def explorer_spec(cfg: Config, model_path: str, log_dir: str) -> ExplorerSpec:
+    """Make the spec that all explorers share, without a `member`."""
+    engine = {name: value for name, value in vars(cfg.explorer).items() if name not in _OF_THE_POOL} | {
+        "model_path": model_path,
+        "response_length": cfg.task["response_length"],
+        "prompt_length": cfg.task.get("prompt_length"),
+        "seed": cfg.seed,
+        "attn_implementation": cfg.model.attn_implementation,
+        "trust_remote_code": cfg.model.trust_remote_code,
+    }
+    # only where they are set, so that users' engines need not know them
+    if cfg.task.get("too_long") == "truncate":
+        engine["truncate_prompts"] = True
+    if cfg.task.get("chat_template"):
+        engine["chat_template"] = cfg.task["chat_template"]
+    if cfg.sync.keep_fp32 is not None:
+        engine["keep_fp32"] = list(cfg.sync.keep_fp32)
+    if isinstance(cfg.explorer, VllmServerConfig):
+        engine |= {"timeout_s": cfg.explorer.timeout_s, "start_timeout_s": cfg.cluster.start_timeout_s}
+    if travels(cfg) == "adapter":
+        adapter = adapter_of(cfg.model.lora)
+        assert adapter is not None, "an adapter travels only if one is trained"
+        engine["adapter"] = adapter
+    return ExplorerSpec(
+        member=RoundMember.new(""),
+        engine=engine,
+        task=cfg.task,
+        seed=cfg.seed,
+        deterministic=cfg.trainer.deterministic and cfg.trainer.schedule == "lockstep",
+        sync=sync_settings(vars(cfg.sync), cfg.explorer.kind),
+        verify=cfg.sync.verify,
+        sync_timeout_s=cfg.sync.limit_s,
+        log_dir=log_dir,
+        processes=_processes(cfg),
+    )
+
+
+def _processes(cfg: Config) -> int:
+    if isinstance(cfg.explorer, VllmServerConfig):
+        return 0  # its server has them
+    return cfg.explorer.tp if isinstance(cfg.explorer, VllmConfig) else 1

@@ -32,9 +32,8 @@ from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.explorer.texts import Responses, SampleRequest, TextEngine, TextSettings, unusable_model
 from trinity_sync.models.adapter_layers import adapter_layers
 from trinity_sync.models.architecture import unfilled_model
-from trinity_sync.models.attention import check_attention
-from trinity_sync.models.families import IMAGES, auto_class
-from trinity_sync.models.indexed_file import follow_indexes
+from trinity_sync.models.families import IMAGES, auto_class, check_attention
+from trinity_sync.models.files import follow_indexes
 from trinity_sync.samples.batch import TokenRows
 from trinity_sync.samples.keys import GAMMA, LAST_SHIFT, MIX
 from trinity_sync.weights.lora import held_adapter, saved_name

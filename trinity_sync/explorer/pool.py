@@ -21,8 +21,7 @@ from trinity_sync.actors.explorer_client import Beside, ExplorerClient, Generate
 from trinity_sync.actors.pending import failures_logged
 from trinity_sync.actors.synchronizer_client import SynchronizerClient
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout, grown
-from trinity_sync.explorer.actor import Explorer
-from trinity_sync.explorer.explorer_spec import ExplorerSpec
+from trinity_sync.explorer.actor import Explorer, ExplorerSpec
 from trinity_sync.host.interrupts import REST_S, left
 from trinity_sync.host.logs import story
 from trinity_sync.protocol.rounds import RoundMember

@@ -1,24 +1,34 @@
-"""The samples of a GRPO run with `trainer.schedule=lockstep`, and the empty data of `workload=bytes`."""
+"""The samples of a GRPO run: of `trainer.schedule=lockstep`, with the empty data of `workload=bytes`, and of `free`."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from itertools import groupby
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from trinity_sync.actors.explorer_client import LoadReport
+from trinity_sync.actors.calls import MemberDied
+from trinity_sync.actors.explorer_client import LOAD_TRIES, Beside, LoadFailed, LoadReport, Produced
+from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.explorer.pool import ExplorerPool
+from trinity_sync.host import interrupts
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.advantages import Drawn, GroupFilter, Judge
 from trinity_sync.samples.batch import PairBatch, SampleBatch
 from trinity_sync.samples.metrics import Line, excerpt
-from trinity_sync.samples.position import GroupId, Numbering, Position
+from trinity_sync.samples.position import GroupId, Numbering, Position, SavedPosition
+from trinity_sync.samples.queue import GroupQueue, QueueRules, ReadyGroup, UpdateGroups
 from trinity_sync.samples.record import Prompt
 from trinity_sync.sync.base import Publisher
 from trinity_sync.tasks.base import prompts_of
 
 if TYPE_CHECKING:
+    from trinity_sync.explorer.validation import VersionValidations
     from trinity_sync.tasks.base import Task
 
 
@@ -115,3 +125,345 @@ class NoData:
 
     def excerpt(self, batch: PairBatch, advantages: object, groups: int) -> list[Line]:
         return []
+
+
+# The samples of a run with `trainer.schedule=free`.
+
+
+GRACE_S = 5.0
+"""Limit of an explorer's current call when the run ends."""
+
+_KILLED_S = 5.0
+
+
+class _Piece(NamedTuple):
+    """A group's samples: rows of one call's batch."""
+
+    batch: SampleBatch
+    rows: NDArray[np.int64]
+
+
+class FreeRollout:
+    """Keeps all explorers of a run busy, and gives the trainer its batches.
+
+    Args:
+        position: `position` of an earlier attempt; None: begin with the prompts of `first`.
+        timeout_s: limit of the trainer's wait without any delivery, seconds.
+        on_load: called with each load, on an explorer's thread.
+        on_fault: called with each lost explorer and each failed load: (where, error).
+        group_filter: tells which groups are flat, where `rules` count them; None: none is.
+        validations: come before all other work; None: no validation.
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        pool: ExplorerPool,
+        rules: QueueRules,
+        *,
+        samples_per_prompt: int,
+        judge: Judge,
+        first: int,
+        position: SavedPosition | None,
+        timeout_s: float,
+        on_load: Callable[[LoadReport], None],
+        on_fault: Callable[[str, str], None],
+        group_filter: GroupFilter | None = None,
+        validations: VersionValidations | None = None,
+    ) -> None:
+        self._filter = group_filter
+        self._drawn: Drawn | None = None
+        self._validations = validations
+        self._task = task
+        self._pool = pool
+        self._rules = rules
+        self._samples_per_prompt = samples_per_prompt
+        self._judge = judge
+        self._timeout_s = timeout_s
+        self._on_load = on_load
+        self._on_fault = on_fault
+        self._queue: GroupQueue[_Piece] = GroupQueue(rules, first, time.monotonic, position)
+        self._changed = threading.Condition()
+        self._alive = set(pool.clients)
+        self._busy: set[str] = set()
+        self._error: BaseException | None = None
+        self._closed = False
+        self._progress = time.monotonic()
+        self._waited_s = 0.0
+        self._mixed = 0
+        self._reported = (0, 0.0, 0)
+        self._prompts: dict[int, Sequence[Prompt]] = {}
+        self._threads = [
+            threading.Thread(target=self._serve, args=(name,), name=name, daemon=True) for name in pool.clients
+        ]
+
+    # -- called by the training loop
+
+    def start(self) -> None:
+        """Start the explorers' threads; each begins once its explorer is up and a version is published."""
+        self._progress = time.monotonic()
+        for thread in self._threads:
+            thread.start()
+
+    def published(self, step: int) -> None:
+        """Announce that the version of this step can be loaded. Any thread."""
+        if self._validations is not None:
+            self._validations.published(step)
+        with self._changed:
+            self._queue.publish(step)
+            self._changed.notify_all()
+
+    def take(self, step: int) -> SampleBatch:
+        """Return the samples for an update, sorted. Waits while too few are ready."""
+        began = time.monotonic()  # the explorers may have been idle before
+        with self._changed:
+            while True:
+                if self._error is not None:
+                    raise self._error
+                assert step == self._queue.step, "updates are taken in order"
+                taken = self._queue.take()
+                # In either case explorers may go on: places are free, or overdue groups are handed out again.
+                self._changed.notify_all()
+                if taken is not None:
+                    break
+                left = max(self._progress, began) + self._timeout_s - time.monotonic()
+                if left <= 0:
+                    who = ", ".join(self._queue.explorers_out()) or "the explorers"
+                    raise WaitTimeout(who, f"make the samples of step {step}", self._timeout_s)
+                self._changed.wait(left)
+        if self._filter is not None:
+            self._drawn = _drawn(taken)
+            self._filter.check_filled(step, self._drawn.filled, self._drawn.groups)
+        return _assemble([*taken.groups, *taken.filled])
+
+    def drawn(self) -> Drawn | None:
+        """Return all groups used up for the last batch; None: they are the batch."""
+        return self._drawn
+
+    def metrics(self) -> dict[str, float]:
+        """Return dropped samples, samples of mixed versions and seconds of idle explorers since the last call, and the
+        present numbers of ready samples and of explorers.
+        """
+        with self._changed:
+            now = (self._queue.dropped, self._waited_s, self._mixed)
+            dropped, waited, mixed = (new - old for new, old in zip(now, self._reported, strict=True))
+            self._reported = now
+            return {
+                "samples/dropped": float(dropped * self._samples_per_prompt),
+                "samples/waited_s": waited,
+                "samples/mixed": float(mixed),
+                "samples/ready": float(self._queue.ready * self._samples_per_prompt),
+                "samples/explorers": float(len(self._alive)),
+            }
+
+    def position(self) -> SavedPosition:
+        """Return the position in the task's prompts, for a checkpoint of the last step."""
+        with self._changed:
+            return self._queue.position()
+
+    def advantages(self, batch: SampleBatch) -> np.ndarray:
+        return np.asarray(self._judge(batch))
+
+    def excerpt(self, batch: SampleBatch, advantages: np.ndarray | None, groups: int) -> list[Line]:
+        return excerpt(batch, advantages, groups, lambda step, number: self._prompts_of(step)[number])
+
+    def fail(self, error: BaseException) -> None:
+        """Have `take` raise an error. Any thread; the first error counts."""
+        if self._validations is not None:
+            self._validations.fail(error)
+        with self._changed:
+            if self._error is None and not self._closed:
+                self._error = error
+            self._changed.notify_all()
+
+    def close(self) -> None:
+        """End the explorers' threads; kill explorers that are busy after `GRACE_S`."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify_all()
+        deadline = time.monotonic() + interrupts.left(GRACE_S, interrupts.REST_S)
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(max(0.0, deadline - time.monotonic()))
+        for name in sorted(self._busy):  # a thread must not be in a call when Ray shuts down
+            self._pool.end(name)
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join(_KILLED_S)
+
+    # -- an explorer's thread
+
+    def _serve(self, name: str) -> None:
+        try:
+            with self._inside(name):
+                lost = self._join(name)
+            while lost is None or self._replaced(name, lost):
+                lost = self._work(name)
+                if lost is None:
+                    return
+        except BaseException as error:
+            self.fail(error)
+
+    def _join(self, name: str) -> Exception | None:
+        try:
+            self._pool.join(name)
+        except (MemberDied, WaitTimeout) as error:
+            return error
+        return None
+
+    def _work(self, name: str) -> Exception | None:
+        """Have an explorer generate until the run ends (None), or until the explorer is lost: return the error."""
+        failures = 0
+        while (work := self._wait_for_work(name)) is not None:
+            if isinstance(work, int):
+                if (lost := self._validate(name, work)) is not None:
+                    return lost
+                continue
+            prompts = self._prompts_by_step(work)
+            try:
+                with self._inside(name):
+                    produced = self._pool.produce(name, prompts, self._samples_per_prompt)
+            except LoadFailed as error:
+                failures += 1
+                self._report_loads(error.load, error.beside)
+                self._give_back(name)
+                if failures == LOAD_TRIES:
+                    return error
+                self._report(name, str(error))
+            except (MemberDied, WaitTimeout) as error:
+                self._give_back(name)
+                return error
+            else:
+                failures = 0
+                self._report_loads(produced.load, produced.beside)
+                if produced.failed is not None:
+                    self._report(name, produced.failed)
+                self._deliver(produced)
+        return None
+
+    def _validate(self, name: str, step: int) -> Exception | None:
+        """Have an explorer validate the version of a step; if it is lost, return the error."""
+        assert self._validations is not None, "it handed out the step"
+        try:
+            with self._inside(name):
+                self._validations.run(name, step, self._note_progress)
+        except (MemberDied, WaitTimeout) as error:
+            return error
+        finally:
+            self._note_progress()
+        return None
+
+    def _note_progress(self) -> None:
+        with self._changed:
+            self._progress = time.monotonic()
+            self._changed.notify_all()
+
+    def _wait_for_work(self, name: str) -> list[GroupId] | int | None:
+        """Return the next groups to generate, or the step of a version to validate; None: the run is over."""
+        began = time.monotonic()
+        with self._changed:
+            most = -(-self._rules.groups_per_step // max(1, len(self._alive)))
+            while not self._closed and self._error is None:
+                step = self._validations.hand_out(name) if self._validations is not None else None
+                if step is not None:
+                    return step
+                groups = self._queue.hand_out(name, most)
+                if groups:
+                    self._waited_s += time.monotonic() - began
+                    return groups
+                self._changed.wait(self._queue.overdue_in())
+            return None
+
+    def _prompts_by_step(self, groups: Collection[GroupId]) -> list[tuple[int, list[Prompt]]]:
+        by_step = groupby(sorted(groups), key=lambda group: group.step)
+        return [(step, [self._prompts_of(step)[group.prompt] for group in members]) for step, members in by_step]
+
+    def _prompts_of(self, step: int) -> Sequence[Prompt]:
+        with self._changed:
+            if step not in self._prompts:
+                while len(self._prompts) > 16:  # prompts of a late group are built again
+                    del self._prompts[next(iter(self._prompts))]
+                self._prompts[step] = prompts_of(self._task, self._queue.numbering, step)
+            return self._prompts[step]
+
+    def _deliver(self, produced: Produced) -> None:
+        batch = produced.batch
+        pieces = {
+            GroupId(int(step), int(prompt)): np.flatnonzero((batch.steps == step) & (batch.prompts == prompt))
+            for step, prompt in {*zip(batch.steps.tolist(), batch.prompts.tolist(), strict=True)}
+        }
+        oldest = batch.version_steps
+        flat = {group: self._is_flat(_Piece(batch, rows)) for group, rows in pieces.items()}
+        with self._changed:
+            self._progress = time.monotonic()
+            self._mixed += int(batch.spans.mixed.sum())
+            for group in sorted(pieces):
+                rows = pieces[group]
+                self._queue.deliver(group, int(oldest[rows].min()), _Piece(batch, rows), flat=flat[group])
+            self._changed.notify_all()
+
+    def _is_flat(self, piece: _Piece) -> bool:
+        return self._filter is not None and not self._filter.differing(piece.batch.take(piece.rows)).all()
+
+    def _report_loads(self, first: LoadReport | None, beside: Beside) -> None:
+        for load in (first, *(load for _, load in beside)):
+            if load is not None and not self._closed:
+                self._on_load(load)
+
+    def _give_back(self, name: str) -> None:
+        with self._changed:
+            self._queue.give_back(name)
+            self._changed.notify_all()
+
+    def _replaced(self, name: str, why: Exception) -> bool:
+        """Restart a lost explorer if restarts are left; the others go on. False: it is gone for good."""
+        if self._closed:
+            return False
+        with self._changed:
+            self._alive.discard(name)
+        with self._inside(name):
+            restarted = self._pool.replace(name, why)
+        with self._changed:
+            if restarted:
+                self._alive.add(name)
+                self._progress = time.monotonic()
+            left, restarting = sorted(self._alive), bool(self._busy)  # the busy ones: no other explorer is alive
+        if restarted:
+            return True
+        hint = f"See logs/{name}.log. Set explorer.max_restarts above 0 to have explorers restarted"
+        if left:
+            self._report(name, f"{why}; the run goes on with {', '.join(left)}. {hint}")
+        elif not restarting:
+            self.fail(RunError(f"{why}, and no other explorer is left. {hint}"))
+        return False
+
+    def _report(self, name: str, error: str) -> None:
+        if not self._closed:
+            self._on_fault(name, error)
+
+    @contextmanager
+    def _inside(self, name: str) -> Iterator[None]:
+        """Mark an explorer as busy with a call."""
+        with self._changed:
+            self._busy.add(name)
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._busy.discard(name)
+
+
+def _drawn(taken: UpdateGroups[_Piece]) -> Drawn:
+    filled, left_out = len(taken.filled), len(taken.left_out)
+    groups = [*taken.groups, *taken.filled, *taken.left_out]
+    return Drawn(_assemble(groups), len(groups), flat=filled + left_out, filled=filled, surplus=0)
+
+
+def _assemble(groups: Sequence[ReadyGroup[_Piece]]) -> SampleBatch:
+    """Join the samples of all groups, sorted. Takes all rows of one batch at once."""
+    pieces = [group.samples for group in groups]
+    rows: dict[int, list[NDArray[np.int64]]] = {}
+    batches = {id(piece.batch): piece.batch for piece in pieces}
+    for piece in pieces:
+        rows.setdefault(id(piece.batch), []).append(piece.rows)
+    return SampleBatch.concatenate([batches[key].take(np.concatenate(parts)) for key, parts in rows.items()]).sorted()

@@ -31,7 +31,7 @@ from trinity_sync.host.logs import OwnOutput
 from trinity_sync.host.origin import error_text
 from trinity_sync.integrations.vllm import BACKEND
 from trinity_sync.integrations.vllm.control import AsyncControl, OnUpdate
-from trinity_sync.models.vllm_limits import model_problem
+from trinity_sync.models.families import vllm_problem
 from trinity_sync.protocol.versions import Version
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class VLLMEngine(VLLMBase):
     ) -> None:
         super().__init__(model_path, **settings)
         on_cpu = not torch.cuda.is_available()
-        if problem := model_problem(self._config.to_dict(), on_cpu=on_cpu):
+        if problem := vllm_problem(self._config.to_dict(), on_cpu=on_cpu):
             raise ConfigError(f"explorer=vllm {problem}")
         self._tp = tp
         self._on_update = on_update

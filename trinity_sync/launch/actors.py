@@ -309,7 +309,7 @@ class Actors:
         return client
 
     def _make_pool(self) -> ExplorerPool:
-        from trinity_sync.explorer.explorer_spec import explorer_spec
+        from trinity_sync.explorer.actor import explorer_spec
         from trinity_sync.explorer.pool import ExplorerPool
         from trinity_sync.trainer.steps import record_generated
 

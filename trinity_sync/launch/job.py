@@ -28,11 +28,10 @@ if TYPE_CHECKING:
     from trinity_sync.explorer.validation import Validation, VersionValidations
     from trinity_sync.protocol.versions import Version
     from trinity_sync.sync.base import Publisher
-    from trinity_sync.trainer.agreement_check import AgreementCheck
     from trinity_sync.trainer.free_loop import FreeLoop
     from trinity_sync.trainer.full_saves import FullSaves, PublishedState, SaveSettings
     from trinity_sync.trainer.loop import TrainingLoop
-    from trinity_sync.trainer.steps import LossValidation, RewardPenalty
+    from trinity_sync.trainer.steps import AgreementCheck, LossValidation, RewardPenalty
 
 _SETTLE_S = 20.0
 """Timeout of saves under way when a run ends early."""
@@ -149,7 +148,7 @@ class Job:
 
     def _version_copies(self) -> VersionCopies | None:
         from trinity_sync.checkpoint.mirror.run_mirror import VersionCopies
-        from trinity_sync.models.hub import cached_folder
+        from trinity_sync.models.files import cached_folder
 
         store, start = self._setup.store, self._start
         if store is None or store.owner is None:
@@ -224,7 +223,7 @@ class Job:
 
     def _agreement(self, step_timeout_s: float) -> AgreementCheck | None:
         """Make the check that trainer and explorers compute the same log-probs, if the run has one."""
-        from trinity_sync.trainer.agreement_check import AgreementCheck, agreement_bound
+        from trinity_sync.trainer.steps import AgreementCheck, agreement_bound
 
         choice = self._cfg.explorer.check_agreement
         if choice == "off" or self._cfg.workload.kind == "bytes" or self.actors.pool is None:

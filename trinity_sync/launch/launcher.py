@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, cast
 
-from trinity_sync.backends.platform import accelerator_count, platform_env
+from trinity_sync.backends.option import accelerator_count, platform_env
 from trinity_sync.checkpoint.folder import recovery
 from trinity_sync.checkpoint.folder.lock import has_no_monitor, locked
 from trinity_sync.checkpoint.folder.owner import MARK, Owner, check, write_mark
@@ -48,8 +48,7 @@ from trinity_sync.launch.start import (
     run_mirror,
     written_places,
 )
-from trinity_sync.models.files import MAX_FILE_BYTES, ModelFiles, check_alone, check_code
-from trinity_sync.models.hub import check_named
+from trinity_sync.models.files import MAX_FILE_BYTES, ModelFiles, check_alone, check_code, check_named
 from trinity_sync.models.tokens import check_vocabulary
 from trinity_sync.tracking.events import RowsEvent
 from trinity_sync.tracking.recorder import Recorder

@@ -21,13 +21,13 @@ from typing import Literal
 import psutil
 from packaging.requirements import Requirement
 
-from trinity_sync.backends.platform import accelerator_count
+from trinity_sync.backends.option import accelerator_count
 from trinity_sync.config.lora_settings import adapter_of
 from trinity_sync.config.model_checks import parameters, read_fields
 from trinity_sync.config.schema import Config, retention_policies
 from trinity_sync.errors import ConfigError, TrinityError
 from trinity_sync.host.locks import own_name
-from trinity_sync.models.hub import cached_folder
+from trinity_sync.models.files import cached_folder
 from trinity_sync.protocol.retention import most_at_once
 from trinity_sync.trainer.algorithms.base import algorithm_of
 from trinity_sync.weights import native

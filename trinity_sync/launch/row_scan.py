@@ -21,15 +21,13 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
-from trinity_sync.backends.platform import accelerator_count
+from trinity_sync.backends.option import accelerator_count
 from trinity_sync.config import Config, build_task, validation_items, validation_task
 from trinity_sync.config.composition import section
 from trinity_sync.errors import ConfigError, RunError, TrinityError
 from trinity_sync.host.child_process import Channel, start_child
 from trinity_sync.host.references import Settings, path_list
-from trinity_sync.models.attention import check_attention
-from trinity_sync.models.families import class_problem, noise
-from trinity_sync.models.vllm_limits import model_problem
+from trinity_sync.models.families import check_attention, class_problem, noise, vllm_problem
 from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks.jsonl import FilePrompts
 from trinity_sync.tasks.pairs import Item, shared_rows
@@ -298,7 +296,7 @@ def _check_model(request: _ScanRequest, tokens: ModelTokens) -> None:
     """Check that trainer and explorers choose the same class and attention. The config may come from the hub."""
     fields = tokens.config.to_dict()
     on_cpu = request.vllm_on_cpu
-    if on_cpu is not None and (problem := model_problem(fields, on_cpu=on_cpu)):
+    if on_cpu is not None and (problem := vllm_problem(fields, on_cpu=on_cpu)):
         raise ConfigError(f"explorer.kind: vLLM {problem}")
     if request.model_path is None:
         return

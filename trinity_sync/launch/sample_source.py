@@ -23,9 +23,8 @@ from trinity_sync.tracking.recorder import Recorder
 
 if TYPE_CHECKING:
     from trinity_sync.actors.synchronizer_client import SynchronizerClient
-    from trinity_sync.explorer.free_rollout import FreeRollout
     from trinity_sync.explorer.pool import ExplorerPool
-    from trinity_sync.explorer.rollout import NoData, RolloutData
+    from trinity_sync.explorer.rollout import FreeRollout, NoData, RolloutData
     from trinity_sync.explorer.validation import Validation, ValidationSettings, VersionValidations
     from trinity_sync.launch.row_scan import Scanned
     from trinity_sync.samples.advantages import GroupFilter, Judge
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
     from trinity_sync.sync.base import Publisher
     from trinity_sync.tasks.encoding import PairEncoder
     from trinity_sync.trainer.group import TrainerGroup
-    from trinity_sync.trainer.sft_data import Examples, PairsData
+    from trinity_sync.trainer.loop import Examples, PairsData
     from trinity_sync.trainer.steps import LossValidation
 
 _LEAST_SLOTS = 2
@@ -103,7 +102,7 @@ def lockstep_data(
 
         return NoData(pool, publisher)
     if pool is None:
-        from trinity_sync.trainer.sft_data import PairsData
+        from trinity_sync.trainer.loop import PairsData
 
         numbering = _numbering(start, _batch_size(cfg), "algorithm.batch_size", task, "pairs_from")
         return PairsData(task, _pair_encoder(cfg, model_path), numbering)
@@ -230,7 +229,7 @@ def free_data(
     validations: VersionValidations | None = None,
 ) -> FreeRollout:
     """Make the source of samples of a run whose explorers run ahead of the trainer."""
-    from trinity_sync.explorer.free_rollout import FreeRollout
+    from trinity_sync.explorer.rollout import FreeRollout
     from trinity_sync.samples.queue import QueueRules
     from trinity_sync.trainer.steps import record_load
 
@@ -272,7 +271,7 @@ def _pair_encoder(cfg: Config, model_path: str) -> PairEncoder:
 
 def _pair_batches(encoder: PairEncoder, rows: Examples, most: int) -> list[PairBatch]:
     """Return all rows as tokens, in batches of at most `most` rows."""
-    from trinity_sync.trainer.sft_data import pair_batch
+    from trinity_sync.trainer.loop import pair_batch
 
     return [pair_batch(encoder, rows[at : at + most]) for at in range(0, len(rows), most)]
 

@@ -23,7 +23,7 @@ import psutil
 from hydra.conf import HydraConf
 from omegaconf.errors import OmegaConfBaseException
 
-from trinity_sync.backends.platform import accelerator_count
+from trinity_sync.backends.option import accelerator_count
 from trinity_sync.config.composed_jobs import ComposedJob, is_fixed
 from trinity_sync.config.composition import section
 from trinity_sync.errors import TrinityError

@@ -1,18 +1,23 @@
-"""The files of a model folder except its weights, as bytes, for checkpoints and exports of the same model.
+"""A model's folder, and its files except the weights, as bytes, for checkpoints and exports of the same model.
 
-Read once, when a run starts. The trainer's checkpoints, the plug-in for verl and exports write them unchanged, except
-for single values of config.json.
+The files are read once, when a run starts. The trainer's checkpoints, the plug-in for verl and exports write them
+unchanged, except for single values of config.json.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 from stat import S_ISREG
+from typing import Any
+
+from safetensors import safe_open
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.weights.lora import CONFIG_FILE as ADAPTER_CONFIG
@@ -227,3 +232,143 @@ def _after_space(text: str, at: int) -> int:
     found = _SPACE.match(text, at)
     assert found is not None, "it matches the empty text"
     return found.end()
+
+
+# The place of a model's files: its folder, or the hub's cache on this machine.
+
+
+_ANSWER_S = 5.0
+
+
+def check_named(model_path: str) -> None:
+    """Check that a model of the hub is in the cache of this machine, or that the hub knows it.
+
+    The hub gets one request, and only if the cache has no config.json of it. Folders are not checked.
+    """
+    if Path(model_path).is_dir():
+        return
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    try:
+        if isinstance(try_to_load_from_cache(model_path, "config.json"), str):
+            return
+        HfApi().model_info(model_path, timeout=_ANSWER_S)
+    except HFValidationError as error:
+        raise ConfigError(f"model.path is {model_path}, which is neither a folder nor a hub id: {error}") from error
+    except Exception as error:  # of any HTTP library
+        if _is_busy(error):
+            return  # the load of the model asks again, with the library's retries
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"model.path is {model_path}: there is no such folder, it is not in the hub's cache on this machine, and "
+            f"the hub does not give it ({type(error).__name__}: {reason}); name a folder, or fetch the model first by: "
+            f"hf download {model_path}"
+        ) from error
+
+
+def _is_busy(error: Exception) -> bool:
+    """Return whether the hub is there but slow or overloaded."""
+    status = getattr(getattr(error, "response", None), "status_code", None)
+    return type(error).__name__.endswith("Timeout") or status == 429 or (status or 0) >= 500
+
+
+def cached_folder(name_or_path: str) -> Path | None:
+    """Return the absolute folder of a model's or tokenizer's files on this machine, given a folder or a hub id, or
+    None.
+
+    The hub is not asked.
+    """
+    if name_or_path and Path(name_or_path).is_dir():
+        return Path(name_or_path).absolute()
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
+
+    for name in ("config.json", "tokenizer_config.json"):
+        with contextlib.suppress(HFValidationError):
+            if isinstance(found := try_to_load_from_cache(name_or_path, name), str):
+                return Path(found).parent
+    return None
+
+
+def local_folder(model_path: str) -> Path:
+    """Return the absolute folder of a model's files, given a folder or a hub id.
+
+    Missing files of the hub are fetched as transformers fetches them: config.json, and ``model.safetensors`` or the
+    files of its index, if there are any.
+    """
+    if Path(model_path).is_dir():
+        return Path(model_path).absolute()
+    from transformers.utils.hub import cached_file, get_checkpoint_shard_files
+
+    def fetched(name: str) -> str | None:
+        found: str | None = cached_file(model_path, name, _raise_exceptions_for_missing_entries=False)
+        return found
+
+    try:
+        config = cached_file(model_path, "config.json")
+        if fetched("model.safetensors") is None and (index := fetched("model.safetensors.index.json")) is not None:
+            get_checkpoint_shard_files(model_path, index)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"model.path={model_path}: {' '.join(str(error).split())}") from error
+    return Path(str(config)).parent
+
+
+# The copy of a tensor that the index names, if several files of a model folder have one. transformers takes the last.
+
+
+INDEX = "model.safetensors.index.json"
+
+
+class IndexedFile:
+    """A safetensors file without the tensors that the index next to it finds in another file; used as `safe_open`."""
+
+    def __init__(self, path: str | os.PathLike[str], framework: str, **settings: str) -> None:
+        self._opened = safe_open(path, framework, **settings)
+        self._name = Path(path).name
+        try:
+            files = index_of(Path(path).parent) or {}
+        except (OSError, ValueError):  # a damaged leftover: the index of the loaded model was already read
+            files = {}
+        # a file that is not in the index is loaded by its own name
+        self._files = files if self._name in files.values() else {}
+
+    def __enter__(self) -> IndexedFile:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._opened.__exit__(*error)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._opened, name)
+
+    def keys(self) -> list[str]:
+        names = self._opened.keys()
+        return [name for name in names if self._files.get(name, self._name) == self._name]
+
+
+def index_of(folder: Path) -> dict[str, str] | None:
+    """Return the file of each tensor by the folder's index; None: there is no index. Raises OSError, ValueError: it
+    cannot be read.
+    """
+    try:
+        found = (folder / INDEX).stat()
+    except FileNotFoundError:
+        return None
+    return _read(folder / INDEX, found.st_mtime_ns, found.st_size)
+
+
+@lru_cache(maxsize=2)  # each of a hundred files needs an index of megabytes
+def _read(path: Path, changed_ns: int, size: int) -> dict[str, str]:
+    body = json.loads(path.read_text(encoding="utf-8"))
+    named = body.get("weight_map") if isinstance(body, dict) else None
+    if not (isinstance(named, dict) and all(isinstance(at, str) and "/" not in at for at in named.values())):
+        raise ValueError("it has no weight_map from names of tensors to names of files next to it")
+    return named
+
+
+def follow_indexes() -> None:
+    """Have transformers, in this process, load the copies that indexes name."""
+    from transformers import modeling_utils
+
+    modeling_utils.safe_open = IndexedFile

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.models.indexed_file import INDEX, IndexedFile, index_of
+from trinity_sync.models.files import INDEX, IndexedFile, index_of
 from trinity_sync.weights.saved_views import Saved
 from trinity_sync.weights.shards import listed
 from trinity_sync.weights.tensors import tower

@@ -279,7 +279,7 @@ def _series(row: SweepRow, index: int, points: Sequence[Point], *, many: bool) -
 # Settings that numbers do not depend on: transport, retention, folders, display.
 _NO_MATTER = ("name", "live", "hydra", "tracker", "cluster", "retention")
 _MATTERS_OF = {
-    "sync": ("interval", "max_staleness", "what", "encoding", "wire_dtype", "keep_fp32"),
+    "sync": ("interval", "max_staleness", "what", "wire_dtype", "keep_fp32"),
     "checkpoint": ("resume_from",),
 }
 
@@ -334,7 +334,7 @@ def agreement(runs: Sequence[Run]) -> Agreement:
     """Compare the digests of the jobs that should be equal, at each step that both published or committed.
 
     These jobs are reproducible and have the same settings, seed, packages, threads and hardware. Settings of transport,
-    retention and saving may differ (of `sync` all but interval, staleness, encoding and dtypes, which change samples).
+    retention and saving may differ (of `sync` all but interval, staleness, content and dtypes, which change samples).
     """
     sets: dict[str, list[Run]] = {}
     for run in runs:

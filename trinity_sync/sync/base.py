@@ -246,6 +246,7 @@ class Published:
     changed: float | None = None  # share of the elements
     changed_ppm: Mapping[str, int] | None = None  # by `layer_group`
     encode_s: float | None = None  # seconds for its deltas
+    fault: str | None = None  # why they could not be made
 
 
 class Publisher(Protocol):

@@ -171,7 +171,8 @@ class DeltaPublisher(CheckpointPublisher):
         folder = version_folder(self._root, sealed.version)
         make_folder(folder)
         written = self._deltas.encode(sealed, folder, pays=True, durable=self._durable)
-        if written and not self._deltas.kept and self._deltas.are_large(sealed, written):
+        large = written and not self._deltas.kept and not self._deltas.lead_to(sealed, written)
+        if written is None or large:
             shutil.rmtree(folder, ignore_errors=True)
             return self._publish_whole(sealed, full or self._write(sealed))
         by_start: dict[Version, list[WrittenDelta]] = {}

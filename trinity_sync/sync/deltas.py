@@ -24,7 +24,7 @@ import ray
 from ray.exceptions import RayError
 
 from trinity_sync.actors.agent_client import AgentClient, SharedDelta, WrittenDelta
-from trinity_sync.actors.calls import Call, results
+from trinity_sync.actors.calls import Call, MemberDied, results
 from trinity_sync.actors.rank_client import Broadcast
 from trinity_sync.actors.synchronizer_client import Sealed
 from trinity_sync.errors import RunError, grown
@@ -76,7 +76,8 @@ class VersionDeltas:
     Args:
         codec: `sync.delta.codec`. ``auto`` is ``gap8z``, the fast code, unless a store or a history keeps the bytes.
         spans: as of `PartEncoder`.
-        always: also while no explorer needs a part from another node.
+        always: also while no explorer needs a part from another node. Else a version whose deltas cannot be made is
+            published in full, unless a store or a history is to have them.
     """
 
     def __init__(self, side: TrainerSide, codec: str, spans: tuple[int, ...] = SPANS, *, always: bool = True) -> None:
@@ -87,29 +88,42 @@ class VersionDeltas:
         self._before: tuple[Version, int] | None = None  # the last version and its slot
         self._begun = False
         self._encode_s = 0.0
+        self._fault: str | None = None
 
     def encode(
         self, sealed: Sealed, folder: Path | None = None, *, pays: bool, durable: bool = False
-    ) -> list[WrittenDelta]:
+    ) -> list[WrittenDelta] | None:
         """Have the deltas to a version made, none to the first one or where none `pays`: in files of a folder, or kept
-        by the agents.
+        by the agents. None: they cannot be made, and the version has to be published in full.
         """
         if self._before is None:
             return []
         if not pays:
-            if self._begun:
-                freeing = [self._side.agents[node].forget_deltas() for node in nodes_of(sealed.parts)]
-                results(freeing, self._side.timeout_s, "free what they keep for deltas")
-            self._begun = False
+            self._forget(sealed)
             return []
         self._begun = True
         given = sealed.version, sealed.slot, *self._before, None if folder is None else str(folder), *self._how
         calls = [self._side.agents[node].encode_deltas(*given, fsync=durable) for node in nodes_of(sealed.parts)]
         started = time.perf_counter()
         limit_s = grown(self._side.timeout_s, 2 * self._side.version_bytes.node)  # of both versions
-        found = results(calls, limit_s, f"make the deltas of version {sealed.version}")
+        try:
+            found = results(calls, limit_s, f"make the deltas of version {sealed.version}")
+        except RunError as error:
+            if self._always or self.kept or isinstance(error, MemberDied):
+                raise
+            self._fault = f"version {sealed.version} is published in full: {error}"
+            story.warning("%s", self._fault)
+            self._forget(sealed)
+            return None
         self._encode_s = time.perf_counter() - started
         return [one for of_node in found for one in of_node]
+
+    def _forget(self, sealed: Sealed) -> None:
+        """Have the agents free what they keep for deltas."""
+        if self._begun:
+            freeing = [self._side.agents[node].forget_deltas() for node in nodes_of(sealed.parts)]
+            results(freeing, self._side.timeout_s, "free what they keep for deltas")
+        self._begun = False
 
     def pays(self, sealed: Sealed) -> bool:
         """Whether an explorer, or a follower of a store, may take a delta to a version (`sync.encoding`)."""
@@ -125,8 +139,9 @@ class VersionDeltas:
     def report(self, sealed: Sealed, written: Sequence[WrittenDelta], *, with_full: bool) -> Published:
         """Return the report on a version, before its `commit`. `with_full`: it was sent in full as well."""
         nbytes = (sealed.nbytes if with_full else 0) + sum(one.nbytes for one in written)
+        fault, self._fault = self._fault, None
         if self._before is None or not written:
-            return Published(encoding="full", nbytes=nbytes)
+            return Published(encoding="full", nbytes=nbytes, fault=fault)
         last = [one for one in written if one.start == self._before[0]]
         changed, elements = Counter[str](), Counter[str]()
         for one in last:
@@ -138,17 +153,17 @@ class VersionDeltas:
 
     def publish(self, sealed: Sealed) -> Published:
         """Have the agents keep the deltas to a version where these pay, and commit it."""
-        made = self.encode(sealed, pays=self.pays(sealed))
-        in_full = not made or self.are_large(sealed, made)
+        made = self.encode(sealed, pays=self.pays(sealed)) or ()
+        in_full = not self.lead_to(sealed, made)
         report = self.report(sealed, made, with_full=in_full)
         self.commit(sealed)
         return replace(report, encoding="full") if in_full else report
 
-    def are_large(self, sealed: Sealed, made: Sequence[WrittenDelta]) -> bool:
-        """Whether the deltas from the version before have as many bytes as the version."""
-        base = self._before[0] if self._before else None
-        nbytes = sum(one.nbytes for one in made if one.start == base)
-        return nbytes >= sealed.nbytes
+    def lead_to(self, sealed: Sealed, made: Sequence[WrittenDelta]) -> bool:
+        """Whether there are deltas of all parts from the version before, with fewer bytes than the version."""
+        found = [one for one in made if self._before is not None and one.start == self._before[0]]
+        nbytes = sum(one.nbytes for one in found)
+        return len(found) == len(sealed.parts) and nbytes < sealed.nbytes
 
     def share(self, sealed: Sealed, base: Version) -> dict[str, list[SharedDelta]] | None:
         """Return the deltas of all parts from a version that the agents keep; None: the version has to be sent in full,
@@ -173,15 +188,15 @@ class KeptDeltas:
         self._most = max(_MOST_KEPT * nbytes, _LEAST_BYTES)
         self._ending: dict[Point, list[SharedDelta]] = {}
 
-    def add(self, version: Version, one: EncodedDelta) -> int:
-        """Keep a delta to the newest version, and drop those to old ones; return its bytes."""
+    def add(self, version: Version, one: EncodedDelta) -> int | None:
+        """Keep a delta to the newest version, and drop those to old ones; return its bytes. None: there is no room."""
         data = np.frombuffer(b"".join(one.parts), np.uint8)
         try:
             shared = SharedDelta(Version(*one.start), data.nbytes, ray.put(data))
         except RayError as error:  # such as a full disk
             story.warning("keeps no deltas, so versions travel in full: %s", error)
             self._ending.clear()
-            return data.nbytes
+            return None
         self._ending[version] = [*self._ending.get(version, ()), shared]
         total = sum(kept.nbytes for ending in self._ending.values() for kept in ending)
         while total > self._most and len(self._ending) > 1:
@@ -318,7 +333,7 @@ class DeltaTransport:
         self._source = source
         self._always = always
         self._held: Version | None = None
-        self._tried: Version | None = None
+        self._tried: int | None = None  # the lease of the last load
         self._buffer = np.empty(0, np.uint8)
 
     def buckets(
@@ -329,7 +344,7 @@ class DeltaTransport:
             yield from self._source.full.buckets(lease, broadcast, find_destination)
             self._held = lease.version if _is_whole(lease) else None
             return
-        again, self._tried = self._tried == lease.version, lease.version
+        again, self._tried = self._tried == lease.id, lease.id
         found = None
         try:
             if broadcast is not None or not again:

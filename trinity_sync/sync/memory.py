@@ -125,6 +125,8 @@ class AgentDeltas:
     def find(self, lease: Lease, broadcast: Broadcast | None, held: Version | None) -> Deltas | None:
         if held is None:
             return None
+        if held == lease.version:
+            return Deltas([() for _ in lease.parts])
         limit, agents = self._side.timeout_s, self._side.agents
         shared = shared_deltas(agents, lease.version, held, lease.parts, limit)
         if shared is None:

@@ -294,27 +294,30 @@ class NodeAgent:
         fsync: bool = False,
     ) -> list[WrittenDelta]:
         """Make the deltas of this node's parts that end at a version, see `PartEncoder.encode`: in files, or without a
-        folder in memory. Nobody fills the slots of both versions meanwhile.
+        folder in memory, without those for which there is no room. Nobody fills the slots of both versions meanwhile.
         """
+        encoders, all_kept = self._encoders, self._kept  # of this call, also after `forget_deltas`
 
         def encode(part: str) -> list[WrittenDelta]:
             layout = self._layouts[part]
-            encoder = self._encoders.setdefault((part, codec, spans), PartEncoder(layout, codec, spans))
-            kept = self._kept.setdefault(part, KeptDeltas(layout.nbytes))
+            encoder = encoders.setdefault((part, codec, spans), PartEncoder(layout, codec, spans))
+            kept = all_kept.setdefault(part, KeptDeltas(layout.nbytes))
             segments = self._maps[base_slot, part], self._maps[slot, part]
             found = []
             for one in encoder.encode(base, version, segments, self._pool):
                 nbytes = kept.add(version, one) if folder is None else self._write_delta(part, one, folder, fsync)
-                start = Version(*one.start)
-                found.append(WrittenDelta(part, start, nbytes, encoder.codec, one.changed, encoder.elements))
+                if nbytes is not None:
+                    start = Version(*one.start)
+                    found.append(WrittenDelta(part, start, nbytes, encoder.codec, one.changed, encoder.elements))
             return found
 
         return [one for of_part in await self._of_each_part(encode) for one in of_part]
 
     async def forget_deltas(self) -> None:
-        """Free the deltas, and what the next ones would have been made from."""
-        self._encoders.clear()
-        self._kept.clear()
+        """Free the deltas, and what the next ones would have been made from. Those that are being made are not handed
+        out: their slots may be filled before they are complete.
+        """
+        self._encoders, self._kept = {}, {}
 
     def _write_delta(self, part: str, one: EncodedDelta, folder: str, fsync: bool) -> int:
         with DigestedFile(Path(folder) / delta_file(part, one.start), durable=fsync) as file:

@@ -66,7 +66,6 @@ class Task(Protocol):
         `algorithm.filter_groups` a task without ``prompts_from`` gets larger counts, too, and must return the same
         first prompts then.
         """
-        ...
 
     def reward(self, prompt: Prompt, text: str, finished: bool) -> RewardResult:
         """Judge a response.
@@ -76,7 +75,6 @@ class Task(Protocol):
             text: the response, decoded without the end-of-sequence token.
             finished: the model ended the response itself, not the length limit.
         """
-        ...
 
 
 def prompts_of(task: Task, numbering: Numbering, step: int, at: int = 0) -> list[Prompt]:
@@ -120,7 +118,6 @@ class ValidatingTask(Task, Protocol):
 
     def validation_prompts(self, count: int | None) -> list[Prompt]:
         """Return the same prompts for every validation, numbered from 0: at most `count`, all for None."""
-        ...
 
 
 class Response(NamedTuple):
@@ -152,13 +149,11 @@ class Judge(Protocol):
 
     def warm_up(self) -> None:
         """Start slow preparations in the background. `judge` waits for them."""
-        ...
 
     def judge(self, responses: Sequence[Response], *, step: int) -> list[Verdict]:
         """Judge responses to prompts of a step, in their order. Raises RunError if one could not be judged, and the
         settings end the run then.
         """
-        ...
 
 
 class Failure(NamedTuple):

@@ -344,9 +344,10 @@ def _sync(events: Sequence[Event]) -> SyncFigures:
     publishes = [event for event in events if isinstance(event, PublishEvent)]
     loads = [event for event in events if isinstance(event, LoadEvent)]
     versions = {event.version for event in publishes}
+    encodings = Counter(event.encoding for event in publishes)
     return {
         "mode": publishes[-1].mode if publishes else None,
-        "encoding": min((event.encoding for event in publishes), default=None),  # the first version of all is full
+        "encoding": max(sorted(encodings), key=encodings.__getitem__, default=None),
         "versions": len(versions),
         "latest": max(versions, default=None),
         "loads": len(loads),

@@ -17,8 +17,7 @@ from trinity_sync.backends.bytes_option import BytesFields
 from trinity_sync.host.logs import story
 from trinity_sync.models.shapes import SIZES, check_made_of
 from trinity_sync.tracking import units
-from trinity_sync.trainer.member import Member
-from trinity_sync.trainer.rendezvous import join_group
+from trinity_sync.trainer.member import Member, join_group
 from trinity_sync.trainer.worker_spec import WorkerSpec
 
 _PROBE_BYTES = 64 << 20

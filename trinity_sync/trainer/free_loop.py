@@ -35,49 +35,39 @@ from trinity_sync.trainer.steps import Staged, Steps, Timing
 
 
 class SampleSource(Protocol):
-    """Makes samples in the background of training. Implemented by `explorer.free_rollout.FreeRollout`, which this
+    """Makes samples in the background of training. Implemented by `explorer.rollout.FreeRollout`, which this
     package must not import.
     """
 
     def start(self) -> None:
         """Start all explorers."""
-        ...
 
     def published(self, step: int) -> None:
         """Announce that the version of this step can be loaded. Any thread."""
-        ...
 
     def take(self, step: int) -> SampleBatch:
         """Return the samples for the update of this step; wait while too few are ready."""
-        ...
 
     def drawn(self) -> Drawn | None:
         """Return everything drawn for the last batch; None: the batch is everything."""
-        ...
 
     def advantages(self, batch: SampleBatch) -> np.ndarray:
         """Return one advantage per sample."""
-        ...
 
     def excerpt(self, batch: SampleBatch, advantages: np.ndarray | None, groups: int) -> list[Line]:
         """Return the samples of a batch's first prompts in full."""
-        ...
 
     def metrics(self) -> dict[str, float]:
         """Return metrics since the last call."""
-        ...
 
     def position(self) -> Mapping[str, object]:
         """Return the position in the data, as JSON values."""
-        ...
 
     def fail(self, error: BaseException) -> None:
         """Have `take` raise an error. Any thread."""
-        ...
 
     def close(self) -> None:
         """Stop all explorers and threads."""
-        ...
 
 
 class BackgroundValidator(Protocol):
@@ -87,23 +77,18 @@ class BackgroundValidator(Protocol):
 
     def due(self, step: int) -> bool:
         """Tell whether the version of a step is validated."""
-        ...
 
     def open(self, step: int) -> bool:
         """Tell whether a published version of this step or an earlier one is still to be validated."""
-        ...
 
     def taken(self) -> Sequence[ValidationAnswers]:
         """Return the validations that ended since the last call."""
-        ...
 
     def wait(self) -> None:
         """Wait until no validation is open."""
-        ...
 
     def give_up(self, why: str) -> None:
         """Report each open validation as a fault."""
-        ...
 
 
 _ENDED_S = 10.0

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -23,7 +23,11 @@ from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.advantages import Drawn
 from trinity_sync.samples.batch import PairBatch, SampleBatch
 from trinity_sync.samples.metrics import Line
+from trinity_sync.samples.position import GroupId, Numbering, Position
 from trinity_sync.sync.base import Publisher
+from trinity_sync.tasks.conversations import Conversation
+from trinity_sync.tasks.encoding import PairEncoder
+from trinity_sync.tasks.pairs import TextPair
 from trinity_sync.trainer.full_saves import FullSaves
 from trinity_sync.trainer.steps import Staged, Steps, Timing, record_load
 
@@ -33,27 +37,21 @@ class Data(Protocol):
 
     def batch(self, step: int) -> SampleBatch | PairBatch:
         """Return the batch of a step, the same at each call."""
-        ...
 
     def drawn(self) -> Drawn | None:
         """Return everything drawn for the last batch; None: the batch is everything."""
-        ...
 
     def advantages(self, batch: Any) -> np.ndarray | None:
         """Return one advantage per sequence; None if the loss needs none."""
-        ...
 
     def position(self, step: int) -> Mapping[str, object] | None:
         """Return the position in the data after a step, as JSON values; None: there is none."""
-        ...
 
     def load(self, version: Version) -> list[LoadReport]:
         """Have the explorers load a version."""
-        ...
 
     def excerpt(self, batch: Any, advantages: np.ndarray | None, groups: int) -> list[Line]:
         """Return the samples of a batch's first prompts in full."""
-        ...
 
 
 class Validator(Protocol):
@@ -62,24 +60,19 @@ class Validator(Protocol):
     @property
     def at_start(self) -> bool:
         """Whether the weights at the start of the run are validated."""
-        ...
 
     def due(self, step: int) -> bool:
         """Tell whether the version of a step is validated."""
-        ...
 
     def run(self, step: int) -> dict[str, float]:
         """Validate the version of a step; return the metrics."""
-        ...
 
     @property
     def failure(self) -> str:
         """The first reward error of the last validation; empty: all responses were judged."""
-        ...
 
     def excerpt(self, groups: int) -> list[Line]:
         """Return the samples of the last validation's first prompts in full."""
-        ...
 
 
 class TrainingLoop:
@@ -195,3 +188,62 @@ class TrainingLoop:
             reports = self._data.load(staged.sealed.version)
         for report in reports:
             record_load(self._log, report)
+
+
+# The `Data` of a supervised run: pairs or conversations of a file, as tokens of the model's tokenizer.
+
+
+Examples = Sequence[TextPair | Conversation]
+
+
+class SupervisedTask(Protocol):
+    """A task for `algorithm=sft`. With a method ``pairs_from(first, count)``, which returns so many examples from
+    number `first` on (from 0, without end), a run resumed with another batch size misses and repeats none.
+    """
+
+    def pairs(self, step: int, count: int) -> Examples:
+        """Return the examples of a trainer step, from 1."""
+
+
+def pair_batch(encoder: PairEncoder, examples: Examples) -> PairBatch:
+    """Return pairs or conversations as tokens."""
+    encoded = encoder.encode(examples)
+    return PairBatch.of(
+        [one.prompt for one in encoded], [one.response for one in encoded], [one.learnt for one in encoded]
+    )
+
+
+class PairsData:
+    """A step's batch is the task's examples for it. `task`: gives pairs or conversations. `encoder`: makes tokens of
+    them.
+    """
+
+    def __init__(self, task: SupervisedTask, encoder: PairEncoder, numbering: Numbering) -> None:
+        self._task = task
+        self._encoder = encoder
+        self._numbering = numbering
+
+    def batch(self, step: int) -> PairBatch:
+        """Return the pairs of a step, with an end-of-sequence token after each response."""
+        return pair_batch(self._encoder, self._of_step(step))
+
+    def _of_step(self, step: int) -> Examples:
+        pairs_from: Callable[[int, int], Examples] | None = getattr(self._task, "pairs_from", None)
+        if pairs_from is None:
+            return self._task.pairs(step, self._numbering.per_step)
+        return pairs_from(self._numbering.first_of(step), self._numbering.per_step)
+
+    def drawn(self) -> None:
+        return None
+
+    def position(self, step: int) -> Mapping[str, object]:
+        return Position(self._numbering, GroupId(step + 1, 0)).to_json()
+
+    def advantages(self, batch: PairBatch) -> None:
+        return None
+
+    def load(self, version: Version) -> list[LoadReport]:
+        return []
+
+    def excerpt(self, batch: PairBatch, advantages: object, groups: int) -> list[Line]:
+        return []

@@ -35,9 +35,8 @@ from trinity_sync.actors.rank_client import Divergences, LossSum, RankInfo, Reco
 from trinity_sync.backends import packed_attention
 from trinity_sync.backends.adapters import adapter_off, adapter_targets
 from trinity_sync.backends.base import AdapterBackend, Engine, FsdpEngine
-from trinity_sync.backends.option import ConfigFields
+from trinity_sync.backends.option import ATTENTION, ConfigFields
 from trinity_sync.backends.saved_tensors import check_class, left_out_by
-from trinity_sync.backends.sequence_packing import ATTENTION
 from trinity_sync.checkpoint.export import digest_left_out
 from trinity_sync.checkpoint.reading import WeightsError
 from trinity_sync.checkpoint.reading.verl_shards import open_hugging_face
@@ -45,17 +44,15 @@ from trinity_sync.config.schema import InRewardConfig
 from trinity_sync.errors import ConfigError
 from trinity_sync.host.logs import story
 from trinity_sync.models.architecture import unfilled_model
-from trinity_sync.models.attention import check_attention, use_deterministic_kernels
-from trinity_sync.models.hub import local_folder
-from trinity_sync.models.indexed_file import follow_indexes
+from trinity_sync.models.families import check_attention, use_deterministic_kernels
+from trinity_sync.models.files import follow_indexes, local_folder
 from trinity_sync.samples.batch import PairBatch, SampleBatch
 from trinity_sync.tracking import units
 from trinity_sync.tracking.summary import SKIPPED
 from trinity_sync.trainer.algorithms.base import MISMATCH
 from trinity_sync.trainer.algorithms.policy_loss import as_means
 from trinity_sync.trainer.base_model import check_held
-from trinity_sync.trainer.member import Member
-from trinity_sync.trainer.rendezvous import join_group
+from trinity_sync.trainer.member import Member, join_group
 from trinity_sync.trainer.training_batch import (
     Batching,
     check_fits,

@@ -24,8 +24,7 @@ from trinity_sync.backends.megatron.writer import finalise, gather_parameters, g
 from trinity_sync.backends.safe_loading import nothing_runs
 from trinity_sync.backends.saved_tensors import saved_by
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.models.files import ModelFiles
-from trinity_sync.models.hub import local_folder
+from trinity_sync.models.files import ModelFiles, local_folder
 from trinity_sync.protocol.parts import FileTuple
 from trinity_sync.weights.saved_views import Saved
 from trinity_sync.weights.shards import Shard

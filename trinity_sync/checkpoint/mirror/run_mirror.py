@@ -44,6 +44,7 @@ from trinity_sync.checkpoint.mirror.copies import DamagedError, ForeignError, Mi
 from trinity_sync.errors import ConfigError, RunError, TrinityError
 from trinity_sync.host import interrupts
 from trinity_sync.host.child_process import Channel, Child, start_child
+from trinity_sync.host.logs import log_failure
 from trinity_sync.host.masking import shown, without_secrets
 from trinity_sync.host.origin import shortened
 from trinity_sync.host.threads import run_when_idle
@@ -197,6 +198,14 @@ class RunMirror:
             raise ConfigError(f"{key}={self.place} is the checkpoint folder itself; name another place")
 
 
+def _report_to(report: Callable[[MirrorEvent | FaultEvent], object], event: MirrorEvent | FaultEvent) -> None:
+    """Report an event of a copy. A record that takes none, as on a full disk, keeps no copy back."""
+    try:
+        report(event)
+    except Exception as error:
+        log_failure("the record of a copy", error)
+
+
 class Uploads:
     """Copies committed full checkpoints to a mirror, oldest first, on a thread of its own.
 
@@ -205,7 +214,7 @@ class Uploads:
 
     Args:
         start: the step after which this attempt resumed; None: it is the first, or not known.
-        report: called with the events, on the thread.
+        report: called with the events, on the thread; its errors are logged.
         on_idle: called there when no work is left.
         clock: Unix seconds.
     """
@@ -228,7 +237,7 @@ class Uploads:
         self._claims = True  # the driver may not have reached the place
         self._policies = tuple(policies) if settings.keep == "same" else None
         self._start = start
-        self._report, self._on_idle, self._clock = report, on_idle, clock
+        self._report, self._on_idle, self._clock = partial(_report_to, report), on_idle, clock
         self._changed = threading.Condition()
         self._waiting: deque[int] = deque()
         self._unsure: list[int] = []
@@ -408,7 +417,7 @@ class VersionCopies:
         store: the place.
         model: folder of the model, with config and tokenizer; None: there is none.
         start: as for `Uploads`.
-        report: called with the events, on threads.
+        report: called with the events, on threads; its errors are logged.
     """
 
     def __init__(
@@ -422,7 +431,8 @@ class VersionCopies:
     ) -> None:
         self._root, self._store = checkpoints / DELTAS / OUTGOING, store
         self._model = model
-        self._report = report
+        self._report = partial(_report_to, report)
+        self._lost: dict[int, str] = {}  # by step: why its files are not here
         self._base: Manifest | None = None
         shutil.rmtree(self._root, ignore_errors=True)
         self._todo = SimpleQueue[tuple[Future[None], Version, str | None, Path] | None]()
@@ -456,10 +466,11 @@ class VersionCopies:
         for future in self._completing.values():
             future.cancel()
         self._todo.put(None)
-        missing = self._uploads.left() | dict.fromkeys(self._incomplete(), "its files were not read in time")
+        late = dict.fromkeys(self._incomplete(), "its files were not read in time")
+        missing = self._lost | self._uploads.left() | late
         self._uploads.stop()
         shutil.rmtree(self._root, ignore_errors=True)
-        return missing
+        return dict(sorted(missing.items()))
 
     def _incomplete(self) -> dict[int, Future[None]]:
         return {step: future for step, future in self._completing.items() if future.cancelled() or not future.done()}
@@ -468,8 +479,7 @@ class VersionCopies:
         while (one := self._todo.get()) is not None:
             future, version, digest, folder = one
             if future.set_running_or_notify_cancel():
-                with contextlib.suppress(Exception):  # of the report; the next version is completed all the same
-                    self._complete(version, digest, folder)
+                self._complete(version, digest, folder)
                 future.set_result(None)
 
     def _complete(self, version: Version, digest: str | None, folder: Path) -> None:
@@ -523,6 +533,7 @@ class VersionCopies:
         self._report(event)
 
     def _give_up(self, step: int, folder: Path, error: Exception) -> None:
+        self._lost[step] = str(error)
         shutil.rmtree(folder, ignore_errors=True)
         self._report(FaultEvent(where=f"copy of step {step} to {self._store.name}", error=str(error)))
 

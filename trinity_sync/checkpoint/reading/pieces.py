@@ -42,11 +42,9 @@ class TensorReader(Protocol):
     @property
     def info(self) -> TensorInfo:
         """Dtype and shape, without reading."""
-        ...
 
     def read(self) -> torch.Tensor:
         """Read the whole tensor to the CPU. Do not write to it: it may be a mapped file."""
-        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,8 +34,7 @@ from trinity_sync.checkpoint.reading.pieces import (
     assembled,
 )
 from trinity_sync.errors import RunError
-from trinity_sync.models.files import CONFIG
-from trinity_sync.models.indexed_file import INDEX, IndexedFile, index_of
+from trinity_sync.models.files import CONFIG, INDEX, IndexedFile, index_of
 from trinity_sync.protocol.parts import rank_file
 from trinity_sync.weights import lora, shards
 from trinity_sync.weights.shard_file import ShardFileError, open_shard_file

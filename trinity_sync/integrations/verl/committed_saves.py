@@ -76,17 +76,14 @@ class SaveCopies(Protocol):
         rank, when one rank failed. Returns a writer for each content of this rank, by name. Errors of a copy in the
         background are raised there.
         """
-        ...
 
     def give_up(self, name: str, error: BaseException) -> None:
         """This content will not be written: release the ranks that would write it together with this rank. May be
         called on any thread.
         """
-        ...
 
     def wait_until_copied(self) -> None:
         """Block until the state may change. Raises WaitTimeout."""
-        ...
 
 
 class CommittedSaves(Saves):

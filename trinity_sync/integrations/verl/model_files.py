@@ -30,9 +30,7 @@ from trinity_sync.backends.fsdp_state import sharded
 from trinity_sync.checkpoint.export import plan_files, write_file, write_index
 from trinity_sync.checkpoint.reading import TensorInfo
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.models.files import CONFIG, ModelFiles
-from trinity_sync.models.hub import cached_folder
-from trinity_sync.models.indexed_file import INDEX
+from trinity_sync.models.files import CONFIG, INDEX, ModelFiles, cached_folder
 from trinity_sync.weights.tensors import from_torch, saved_list
 
 if TYPE_CHECKING:

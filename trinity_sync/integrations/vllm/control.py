@@ -33,27 +33,21 @@ class EngineControl(Protocol):
 
     def connect(self, address: WorkerAddress) -> None:
         """Have all workers connect to an address."""
-        ...
 
     def pause(self, how: OnUpdate) -> None:
         """Stop generation and clear the caches of keys, values and prefixes."""
-        ...
 
     def resume(self) -> None:
         """Start generation again."""
-        ...
 
     def start_update(self, version: str) -> None:
         """Begin an update session; the engine reports `updating(version)` from now on."""
-        ...
 
     def update(self, version: str | None, nbytes: int = 0) -> None:
         """Load the arrived version, of so many bytes, into the model; None gives the session up, which raises."""
-        ...
 
     def finish_update(self, version: str) -> None:
         """End the session; the engine reports this version from now on."""
-        ...
 
 
 class AsyncControl:

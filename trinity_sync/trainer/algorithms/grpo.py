@@ -11,8 +11,7 @@ from typing import ClassVar
 from trinity_sync.config import Check, Get, Problem
 from trinity_sync.config.model_checks import hub_or_folder_problem, model_fields, read_fields
 from trinity_sync.config.schema import GrpoConfig, InRewardConfig
-from trinity_sync.models.attention import attention_problem
-from trinity_sync.models.families import class_problem
+from trinity_sync.models.families import attention_problem, class_problem
 from trinity_sync.trainer.algorithms.base import Algorithm
 
 # Checks of the keys of `algorithm=grpo`, and advice printed when a run begins.
