@@ -34,14 +34,14 @@ AIMS = {
 
 LIMITS = {
     "lines": 70_660,
-    "modules": 304,
-    "docstring lines / code lines": 0.26,
-    "import lines / code lines": 0.11,
-    "modules on the path of a full save": 20,
-    "duplicates": 2,
+    "modules": 290,
+    "docstring lines / code lines": 0.21,
+    "import lines / code lines": 0.1,
+    "modules on the path of a full save": 13,
+    "duplicates": 0,
     "class names that occur twice": 0,
-    "uses of Any": 60,
-    "uses of dict[str, Any] or dict[str, object]": 20,
+    "uses of Any": 59,
+    "uses of dict[str, Any] or dict[str, object]": 18,
 }
 """The figures that a change must not exceed."""
 
@@ -112,14 +112,16 @@ def code_lines(text: str) -> dict[int, str]:
 
 
 def duplicates(texts: Mapping[str, str]) -> Iterator[str]:
-    """Name each pair of places with the same run of code, line by line; imports do not count."""
+    """Name each pair of places with the same run of code, line by line. Imports and the headers of functions do not
+    count: an override has to repeat the parameters of its interface.
+    """
     places: dict[tuple[str, ...], list[tuple[str, int]]] = defaultdict(list)
     for path, text in texts.items():
-        imports = _import_lines(text)
+        left_out = _import_lines(text) | _header_lines(text)
         lines = [
             (number, line.strip())
             for number, line in code_lines(text).items()
-            if number not in imports and re.search(r"\w", line)
+            if number not in left_out and re.search(r"\w", line)
         ]
         for first in range(len(lines) - RUN + 1):
             run = lines[first : first + RUN]
@@ -168,6 +170,12 @@ def _docstring_lines(text: str) -> set[int]:
 def _import_lines(text: str) -> set[int]:
     found = (node for node in _nodes(text) if isinstance(node, ast.Import | ast.ImportFrom))
     return {line for node in found for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)}
+
+
+def _header_lines(text: str) -> set[int]:
+    """Lines of functions before their bodies."""
+    functions = (node for node in _nodes(text) if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef))
+    return {line for node in functions for line in range(node.lineno, node.body[0].lineno)}
 
 
 def main() -> None:

@@ -126,6 +126,13 @@ def test_a_run_of_equal_lines_is_a_duplicate() -> None:
     assert not list(house.duplicates({"a.py": texts["a.py"]}))
 
 
+def test_the_parameters_of_an_override_are_no_duplicate() -> None:
+    parameters = "".join(f"    parameter_{number}: int,\n" for number in range(house.RUN))
+    header, body = f"def one(\n{parameters}) -> None:\n", "".join(f"    call_{n}()\n" for n in range(house.RUN))
+    assert not list(house.duplicates({"a.py": f"{header}    first()\n", "b.py": f"{header}    second()\n"}))
+    assert list(house.duplicates({"a.py": header + body, "b.py": header + body})) == ["a.py:9 and b.py:9"]
+
+
 def test_docstrings_and_comments_are_no_code() -> None:
     text = '"""What it is.\n\nMore."""\n\nX = (\n    1  # why\n)\n"""Of X."""\n# done\n'
     assert list(house.code_lines(text)) == [5, 6, 7]

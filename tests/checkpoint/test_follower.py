@@ -387,7 +387,8 @@ def test_a_record_that_takes_nothing_keeps_no_version_back_and_hides_no_lost_one
     monkeypatch.setattr(Events, "report", Mock(side_effect=RunError("events.jsonl cannot be written")))
     run = PretendRun(tmp_path / "run", str(tmp_path / "store"))
     with monkeypatch.context() as full:
-        full.setattr(run_mirror, "write_manifest", Mock(side_effect=OSError(errno.ENOSPC, "No space left on device")))
+        refused = Mock(side_effect=OSError(errno.ENOSPC, "No space left on device"))
+        full.setattr(run_mirror.contents, "write_manifest", refused)
         run.publish(1)
         run.copies._completing[1].exception(LIMIT_S)
     run.publish(2)

@@ -24,7 +24,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, **versions: str) -> None:
             raise metadata.PackageNotFoundError(name)
         return versions[name]
 
-    monkeypatch.setattr(model_checks.metadata, "version", version)
+    monkeypatch.setattr("importlib.metadata.version", version)
 
 
 @pytest.fixture(autouse=True)

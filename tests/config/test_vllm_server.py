@@ -7,7 +7,6 @@ from importlib import metadata
 import pytest
 
 from trinity_sync import config
-from trinity_sync.config import model_checks
 from trinity_sync.errors import ConfigError
 from trinity_sync.explorer.actor import explorer_spec
 
@@ -25,7 +24,7 @@ def test_a_server_is_named_and_vllm_is_not_asked_for(monkeypatch: pytest.MonkeyP
     def version(name: str) -> str:
         raise metadata.PackageNotFoundError(name)
 
-    monkeypatch.setattr(model_checks.metadata, "version", version)
+    monkeypatch.setattr("importlib.metadata.version", version)
     config.check(config.compose([*SERVER, f"explorer.url='{url}'"]))
 
 

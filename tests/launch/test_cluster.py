@@ -446,11 +446,11 @@ def test_who_ends_the_program_at_once_ends_its_ray_first(root: Path, monkeypatch
     node = SimpleNamespace(get_node_id=lambda: "a node")
     monkeypatch.setattr(ray, "get_runtime_context", lambda: node)
     monkeypatch.setattr(ray, "nodes", list)
-    monkeypatch.setattr(module, "own_ray", lambda *given: nullcontext(root))
+    monkeypatch.setattr(module.own_ray, "own_ray", lambda *given: nullcontext(root))
     monkeypatch.setattr(module, "raylet_watched", lambda *given, ours: nullcontext(threading.Event()))
     for name in ("ended_with_its_node", "last_words"):
         monkeypatch.setattr(module, name, lambda end: nullcontext(ends.append(end)))
-    monkeypatch.setattr(module, "give_up", ended.append)
+    monkeypatch.setattr(module.own_ray, "give_up", ended.append)
     with cluster(settings(), namespace="run-6", cpus=1, env={}):
         of_a_node, of_an_interrupt = ends
         of_a_node("the node is gone")

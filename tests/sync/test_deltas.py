@@ -548,10 +548,10 @@ def test_a_version_of_which_a_part_has_no_delta_is_published_as_full(
 
 def test_deltas_that_were_given_up_while_they_were_made_are_not_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Their slots may have been filled meanwhile."""
-    layout = PartLayout.build("rank-00000", [whole("weight", "U8", (64,))], 64)
+    parts = {part: PartLayout.build(part, [whole("weight", "U8", (64,))], 64) for part in ("rank-00000", "rank-00001")}
     agent: Any = NodeAgent.__new__(NodeAgent)
-    agent._layouts, agent._encoders, agent._kept = {"rank-00000": layout}, {}, {}
-    agent._maps, agent._tasks, agent._pool = Mock(__getitem__=Mock()), ThreadPoolExecutor(1), None
+    agent._layouts, agent._encoders, agent._kept = parts, {}, {}
+    agent._maps, agent._tasks, agent._pool = Mock(__getitem__=Mock()), ThreadPoolExecutor(1), None  # part after part
     monkeypatch.setattr("ray.put", bytes)
     begun, given_up = threading.Event(), threading.Event()
 
@@ -566,11 +566,11 @@ def test_deltas_that_were_given_up_while_they_were_made_are_not_handed_out(monke
         if forgets:
             await agent.forget_deltas()
         given_up.set()
-        assert len(await making) == 1
+        assert len(await making) == len(parts)
         return await agent.share_deltas(Version(0, 2), Version(0, 1))
 
     monkeypatch.setattr(PartEncoder, "encode", encode)
-    assert list(asyncio.run(make(forgets=False))) == ["rank-00000"]
+    assert list(asyncio.run(make(forgets=False))) == list(parts)
     agent._kept = {}
     begun.clear()
     given_up.clear()
@@ -664,7 +664,9 @@ def test_deltas_that_cannot_be_made_cost_a_full_version_and_are_told(
     assert re.match(told, run.sent[1].fault), run.sent[1].fault
 
 
-@pytest.mark.parametrize("how", [{"encoding": "delta"}, {"encoding": "auto", "versions": Mock()}], ids=str)
+@pytest.mark.parametrize(
+    "how", [{"encoding": "delta"}, {"encoding": "auto", "versions": Mock()}], ids=["all versions", "a store"]
+)
 def test_deltas_that_are_asked_for_and_cannot_be_made_end_the_run(
     trainer: PretendTrainer, tmp_path: Path, how: dict[str, Any]
 ) -> None:

@@ -201,13 +201,9 @@ _HYBRID = (HandleShardingStrategy.HYBRID_SHARD, HandleShardingStrategy._HYBRID_S
 
 
 class FsdpParts:
-    """Finds a rank's contribution to versions, for both generations of FSDP. Replicas contribute nothing.
-
-    Args:
-        module: the engine's model, wrapped by FSDP or FSDP2.
-        saved: the tensors of a version, see `saved_by`.
-        name_of: maps a tensor's name in `module` to its name in `Saved.held`; None: not part of a version. Default: the
-            same name.
+    """Finds a rank's contribution to versions, for both generations of FSDP. Replicas contribute nothing. `module`: the
+    engine's model, wrapped by FSDP or FSDP2. `saved`: the tensors of a version, see `saved_by`. `name_of`: maps a
+    tensor's name in `module` to its name in `Saved.held`; None: not part of a version. Default: the same name.
     """
 
     def __init__(

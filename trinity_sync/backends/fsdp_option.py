@@ -7,17 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, cast
 
-from trinity_sync.backends.option import (
-    PACKED,
-    BackendOption,
-    ConfigFields,
-    adam_fields,
-    check_packing,
-    check_sharing,
-    refused,
-    shared_fields,
-    unpackable,
-)
+from trinity_sync.backends import option
 from trinity_sync.config import Check, Get, Problem
 from trinity_sync.config.model_checks import model_fields
 from trinity_sync.config.schema import Config, FsdpConfig
@@ -54,10 +44,10 @@ def _check_images(get: Get) -> Iterator[Problem]:
 
 
 @dataclass(kw_only=True)
-class FsdpOption(FsdpConfig, BackendOption):
+class FsdpOption(FsdpConfig, option.BackendOption):
     """FSDP1 and FSDP2; `strategy` says which."""
 
-    checks: ClassVar[tuple[Check, ...]] = (_check_fsdp_size, _check_images, check_sharing, check_packing)
+    checks: ClassVar[tuple[Check, ...]] = (_check_fsdp_size, _check_images, option.check_sharing, option.check_packing)
     engine_config: ClassVar[str | None] = "FSDPEngineConfig"
     engine_keys: ClassVar[Mapping[str, str]] = {
         "dtype": "backend.param_dtype",
@@ -66,9 +56,9 @@ class FsdpOption(FsdpConfig, BackendOption):
         "ulysses_sequence_parallel_size": "backend.sp",
     }
     useless: ClassVar[Mapping[str, str]] = {
-        **BackendOption.useless,
-        "entropy_from_logits_with_chunking": PACKED,
-        "entropy_from_logits_chunk_size": PACKED,
+        **option.BackendOption.useless,
+        "entropy_from_logits_with_chunking": option.PACKED,
+        "entropy_from_logits_chunk_size": option.PACKED,
     }
     trains_adapters: ClassVar[bool] = True
     reads: ClassVar[frozenset[str]] = frozenset({"fsdp", "fsdp2"})
@@ -86,7 +76,7 @@ class FsdpOption(FsdpConfig, BackendOption):
     def compute_dtype(self) -> str:
         return self.param_dtype
 
-    def engine_fields(self, cfg: Config) -> ConfigFields:
+    def engine_fields(self, cfg: Config) -> option.ConfigFields:
         return {
             "strategy": self.strategy,
             "fsdp_size": self.fsdp_size,
@@ -97,14 +87,14 @@ class FsdpOption(FsdpConfig, BackendOption):
                 "reduce_dtype": self.reduce_dtype,
                 "buffer_dtype": "fp32",
             },
-            **shared_fields(cfg),
+            **option.shared_fields(cfg),
             "use_torch_compile": False,
             "wrap_policy": {"min_num_params": 0},
             **cfg.backend.overrides,
         }
 
-    def optimizer_fields(self, cfg: Config) -> ConfigFields:
-        return {**adam_fields(cfg), "lr_scheduler_type": cfg.trainer.lr_scheduler}
+    def optimizer_fields(self, cfg: Config) -> option.ConfigFields:
+        return {**option.adam_fields(cfg), "lr_scheduler_type": cfg.trainer.lr_scheduler}
 
     def check_resume(self, checkpoint: Path, saved_by: str, ranks: int) -> str | None:
         if (saved_by, ranks) == (self.strategy, self.ranks):
@@ -127,7 +117,7 @@ class FsdpOption(FsdpConfig, BackendOption):
 
         return FSDPEngineConfig(**engine), FSDPOptimizerConfig(**optimizer)
 
-    def reference_fields(self, engine: Mapping[str, object]) -> ConfigFields:
+    def reference_fields(self, engine: Mapping[str, object]) -> option.ConfigFields:
         import torch
 
         # verl keeps a model for inference in pinned memory, which needs an accelerator. Without one the model gets an
@@ -140,9 +130,9 @@ class FsdpOption(FsdpConfig, BackendOption):
         return self.sp
 
     def packs(self, model: Mapping[str, object], attention: str, wanted: str) -> bool:
-        if text := refused(wanted, self.sp, model, attention):
+        if text := option.refused(wanted, self.sp, model, attention):
             raise ConfigError(" ".join(text))
-        return wanted != "never" and unpackable(model, attention) is None
+        return wanted != "never" and option.unpackable(model, attention) is None
 
     def prepare(self) -> None:
         from trinity_sync.backends.fsdp import accumulate_without_unused

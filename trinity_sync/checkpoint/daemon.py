@@ -276,12 +276,9 @@ def connect(
     and all unanswered calls are repeated.
 
     Every rank calls this, rank 0 of each role with `may_start`. If it fails for rank 0, the other ranks would wait
-    until their timeout, so they should call it after rank 0 has connected.
-
-    Args:
-        program: a word that identifies the program, such as a random one that its ranks share.
-        timeout_s: limit of each wait, seconds.
-        address: of this machine, where a started monitor listens; all ranks have to reach it.
+    until their timeout, so they should call it after rank 0 has connected. `program`: a word that identifies the
+    program, such as a random one that its ranks share. `timeout_s`: limit of each wait, seconds. `address`: of this
+    machine, where a started monitor listens; all ranks have to reach it.
     """
     if not program or not program.isprintable():
         raise ConfigError(f"program={program!r} has to be a word on one line")

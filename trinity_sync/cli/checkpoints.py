@@ -12,17 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from trinity_sync.checkpoint.folder import leases
-from trinity_sync.checkpoint.folder.catalog import (
-    CheckpointInfo,
-    history,
-    history_bytes,
-    locate,
-    scan,
-    shared_bytes,
-    verify,
-    with_files_seen,
-)
+from trinity_sync.checkpoint.folder import catalog, leases
 from trinity_sync.checkpoint.folder.contents import read_tracker
 from trinity_sync.checkpoint.folder.deletion import prune, prune_plan
 from trinity_sync.cli.runs import ALLOW_TARGET_HELP
@@ -97,7 +87,7 @@ def given_step(options: argparse.Namespace) -> int | None:
 
 def _list(options: argparse.Namespace) -> int:
     root, step = _find(options)
-    infos = [with_files_seen(info) for info in of_step(root, scan(root), step)]
+    infos = [catalog.with_files_seen(info) for info in of_step(root, catalog.scan(root), step)]
     pins, leased = leases.pinned(root), leases.leased(root, now=time.time())
     rows = [_row(info, pins, leased) for info in infos]
     if options.json:
@@ -119,16 +109,16 @@ def _list(options: argparse.Namespace) -> int:
         ],
         colours={text: "red" for row in rows for text in row["problems"]} | {"leased": "cyan", "pinned": "cyan"},
     )
-    if versions := history(root):
-        shared = units.size(sum(map(shared_bytes, infos)))
-        told = f"{units.plural(len(versions), 'version')}, {units.size(history_bytes(root))}"
+    if versions := catalog.history(root):
+        shared = units.size(sum(map(catalog.shared_bytes, infos)))
+        told = f"{units.plural(len(versions), 'version')}, {units.size(catalog.history_bytes(root))}"
         print(f"history: {told}, {shared} shared with the checkpoints above; `trinity-sync weights` writes any version")
     return 0
 
 
 def _inspect(options: argparse.Namespace) -> int:
     root, step = _find(options)
-    info = newest(root) if step is None else of_step(root, scan(root), step)[0]
+    info = newest(root) if step is None else of_step(root, catalog.scan(root), step)[0]
     if info.manifest is None:
         raise RunError(info.problems[0])
     row = _row(info, leases.pinned(root), leases.leased(root, now=time.time()))
@@ -154,14 +144,14 @@ def _inspect(options: argparse.Namespace) -> int:
 
 def _verify(options: argparse.Namespace) -> int:
     root, step = _find(options)
-    infos = of_step(root, scan(root), step)
+    infos = of_step(root, catalog.scan(root), step)
     if not infos:
         raise ConfigError(f"no checkpoints in {root}; name a folder that holds some")
     total, before = sum(info.bytes for info in infos), 0
     reports = []
     with progress_bar("verifying", shown=not options.json) as progress:
         for info in infos:
-            reports.append((info.step, verify(info.path, progress=partial(_advance, progress, before, total))))
+            reports.append((info.step, catalog.verify(info.path, progress=partial(_advance, progress, before, total))))
             before += info.bytes
     if options.json:
         print_json(
@@ -291,7 +281,7 @@ def find(path: Path, step: int | None) -> tuple[Path, int | None]:
     elsewhere = not own.resolve().is_relative_to(path.resolve())
     if elsewhere:
         _check_owned(path, own)
-    root, in_path = locate(own if elsewhere else path)
+    root, in_path = catalog.locate(own if elsewhere else path)
     if step is not None and in_path not in (None, step):
         raise ConfigError(f"{path} is step {in_path}, but step {step} is asked for; name one of them")
     return root, in_path if step is None else step
@@ -303,7 +293,7 @@ def _find(options: argparse.Namespace) -> tuple[Path, int | None]:
 
 def _find_one(options: argparse.Namespace) -> tuple[Path, int]:
     root, step = _find(options)
-    infos = scan(root)
+    infos = catalog.scan(root)
     if step is None:
         there = ", ".join(str(info.step) for info in infos if info.manifest is not None) or "none"
         raise ConfigError(f"which checkpoint? Give its step after {options.path}; there are: {there}")
@@ -311,9 +301,9 @@ def _find_one(options: argparse.Namespace) -> tuple[Path, int]:
     return root, step
 
 
-def newest(root: Path) -> CheckpointInfo:
+def newest(root: Path) -> catalog.CheckpointInfo:
     """Return the newest checkpoint. Never returns an older one silently."""
-    infos = scan(root)
+    infos = catalog.scan(root)
     if not infos:
         raise ConfigError(f"no checkpoints in {root}; name a folder that holds some")
     last = infos[-1]
@@ -358,7 +348,7 @@ def _saved_setting(run: Path, key: str) -> tuple[Value, str]:
     return saved_setting(run, key)
 
 
-def of_step(root: Path, infos: Sequence[CheckpointInfo], step: int | None) -> list[CheckpointInfo]:
+def of_step(root: Path, infos: Sequence[catalog.CheckpointInfo], step: int | None) -> list[catalog.CheckpointInfo]:
     """Choose the infos of a step; all for None. ConfigError where there is no such step."""
     chosen = [info for info in infos if step in (None, info.step)]
     if step is not None and not chosen:
@@ -384,7 +374,7 @@ def _policies(options: argparse.Namespace, root: Path) -> tuple[Policy, ...]:
 # ---- printing
 
 
-def _row(info: CheckpointInfo, pins: set[tuple[int, int]], leased: set[tuple[int, int]]) -> dict[str, Any]:
+def _row(info: catalog.CheckpointInfo, pins: set[tuple[int, int]], leased: set[tuple[int, int]]) -> dict[str, Any]:
     manifest = info.manifest
     key = (info.step, info.attempt or 0)
     return {

@@ -36,10 +36,8 @@ _RUNS = ("run", "resume", "reproduce")
 
 @safe_streams()
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one command.
-
-    Returns:
-        The exit code: 0 done, 1 the run or the check failed, 2 the user's input is wrong, 130 interrupted.
+    """Run one command. Returns the exit code: 0 done, 1 the run or the check failed, 2 the user's input is wrong, 130
+    interrupted.
     """
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     code = _main(arguments)

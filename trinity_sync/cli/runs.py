@@ -163,10 +163,7 @@ def resume_run(folder: Path, overrides: Sequence[str], allowed: Sequence[str], r
     """Resume a run in its own folder.
 
     The settings are composed again from the run's overrides and the new ones, checked, and saved when the next attempt
-    starts, so that a mistake leaves the run as it was.
-
-    Returns:
-        The exit code.
+    starts, so that a mistake leaves the run as it was. Returns the exit code.
     """
     from trinity_sync.config.invocation import Invocation
     from trinity_sync.launch.start import used_places

@@ -52,10 +52,8 @@ class SweepJob:
 
 
 def resume_sweep(sweep: Path, *, begin: Callable[[SweepJob], int], go_on: Callable[[Path], int]) -> int:
-    """Resume a sweep, one job after another, and write its report.
-
-    Returns:
-        The exit code, as of the sweep itself: 0 all completed, 1 some did not, 130 interrupted.
+    """Resume a sweep, one job after another, and write its report. Returns the exit code, as of the sweep itself: 0 all
+    completed, 1 some did not, 130 interrupted.
     """
     jobs = read_jobs(sweep)
     states = [job.state for job in jobs]

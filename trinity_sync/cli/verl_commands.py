@@ -7,10 +7,11 @@ import importlib.util
 import os
 import shlex
 from collections.abc import Callable, Sequence
-from importlib.metadata import PackageNotFoundError, entry_points, version
+from importlib.metadata import entry_points
 from pathlib import Path
 
 from trinity_sync.errors import ConfigError
+from trinity_sync.host.package_source import installed_version
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -39,7 +40,7 @@ def _doctor(options: argparse.Namespace) -> int:
 
     get = _composed(options.config, options.config_path, options.overrides)
     installed = [one.name for one in entry_points(group="verl.plugins") if one.value == PLUGIN]
-    found = list(findings(get, os.environ, _version(), installed))
+    found = list(findings(get, os.environ, installed_version("verl"), installed))
     width = max(len(one.subject) for one in found)
     for one in found:
         print(f"{one.state:<6} {one.subject:<{width}}  {one.text}")
@@ -50,13 +51,6 @@ def _doctor(options: argparse.Namespace) -> int:
     stopping = any(one.state == "stops" for one in found)
     print("\nsomething is in the way" if stopping else "\nthis program would use us")
     return 1 if stopping else 0
-
-
-def _version() -> str | None:
-    try:
-        return version("verl")
-    except PackageNotFoundError:
-        return None
 
 
 def _composed(name: str, folder: str | None, overrides: Sequence[str]) -> Callable[[str], object]:

@@ -38,13 +38,8 @@ _POLL_S = 0.5
 
 
 def watch_run(folder: Path, view: LiveView, *, once: bool, wait_s: float) -> int:
-    """Show a run until it ends, and then its result.
-
-    Args:
-        wait_s: timeout of the run's start, seconds.
-
-    Returns:
-        The exit code: 0 it completed, or `once` and it runs; 1 it ended otherwise.
+    """Show a run until it ends, and then its result. `wait_s`: timeout of the run's start, seconds. Returns the exit
+    code: 0 it completed, or `once` and it runs; 1 it ended otherwise.
     """
     watched, patience = RunWatch(folder, view), Patience(wait_s)
     while not (now := watched.look()).over:
@@ -83,12 +78,8 @@ class Patience:
 
 
 class RunWatch:
-    """Feeds a view with the files that a run writes.
-
-    Args:
-        folder: of the run.
-        view: shows it.
-        label, above: see `LiveView.show`.
+    """Feeds a view with the files that a run writes. `folder`: of the run. `view`: shows it. `label`, `above`: see
+    `LiveView.show`.
     """
 
     def __init__(
@@ -214,14 +205,8 @@ class _Job:
 
 
 class SweepWatch:
-    """The current jobs of a sweep.
-
-    Args:
-        folder: of the sweep, absolute.
-        view: shows it.
-
-    Raises:
-        ConfigError: it is a folder neither of a sweep nor of runs.
+    """The current jobs of a sweep. `folder`: of the sweep, absolute. `view`: shows it. Raises ConfigError: it is a
+    folder neither of a sweep nor of runs.
     """
 
     def __init__(self, folder: Path, view: LiveView) -> None:
@@ -343,10 +328,8 @@ class SweepWatch:
 
 def watch_sweep(folder: Path, view: LiveView, *, once: bool, wait_s: float) -> int:
     """Show a sweep until it ends: its jobs, and the running one; arguments as for `watch_run`. It ends when all of its
-    jobs have ended, or if none starts within `wait_s` after the last one.
-
-    Returns:
-        The exit code: 0 all jobs completed, or `once` and none has failed so far; 1 some did not complete.
+    jobs have ended, or if none starts within `wait_s` after the last one. Returns the exit code: 0 all jobs completed,
+    or `once` and none has failed so far; 1 some did not complete.
     """
     sweep, patience = SweepWatch(folder, view), Patience(wait_s)
     current: RunWatch | None = None

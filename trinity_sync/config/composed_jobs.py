@@ -100,10 +100,7 @@ def note_settings(config: DictConfig, jobs: Sequence[ComposedJob]) -> None:
 
 def split_jobs(hydra: DictConfig) -> list[list[str]] | None:
     """Return the overrides of each job of a sweep; None: its sweeper chooses values as it goes. Call it while Hydra is
-    initialized.
-
-    Raises:
-        HydraException: an override cannot be parsed.
+    initialized. Raises HydraException: an override cannot be parsed.
     """
     if not is_fixed(hydra):
         return None
@@ -112,10 +109,8 @@ def split_jobs(hydra: DictConfig) -> list[list[str]] | None:
 
 
 def sweep_jobs(config: DictConfig) -> list[ComposedJob]:
-    """Compose the jobs of a sweep; of a search only one, without the values that it chooses.
-
-    Raises:
-        HydraException: a job cannot be composed.
+    """Compose the jobs of a sweep; of a search only one, without the values that it chooses. Raises HydraException: a
+    job cannot be composed.
     """
     jobs = split_jobs(config.hydra)
     if jobs is None:

@@ -10,7 +10,6 @@ import os
 import re
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,6 +20,7 @@ from omegaconf import DictConfig, ListConfig
 from trinity_sync.config.lookup import LABELS
 from trinity_sync.config.schema import LossValidationConfig, ValidationConfig
 from trinity_sync.errors import ConfigError
+from trinity_sync.host.package_source import installed_version
 from trinity_sync.host.references import matched_files
 from trinity_sync.models.families import (
     attention_problem,
@@ -365,7 +365,7 @@ def check_vllm(get: Get) -> Iterator[Problem]:
     """Check that vLLM is installed and can do what the settings ask for."""
     if get("explorer.kind") != "vllm":
         return
-    installed = next((found for name in _DISTRIBUTIONS if (found := _version(name)) is not None), None)
+    installed = next((found for name in _DISTRIBUTIONS if (found := installed_version(name)) is not None), None)
     if installed is None:
         yield Problem(
             "explorer",
@@ -402,13 +402,6 @@ def sampling_problems(get: Get) -> Iterator[Problem]:
         yield Problem(
             "sync.what", f"has adapters travel alone, which explorer={kind} does not take; choose sync.what=merged"
         )
-
-
-def _version(distribution: str) -> str | None:
-    try:
-        return metadata.version(distribution)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 # -- explorer=vllm_server; the explorer itself checks that the server answers

@@ -29,10 +29,7 @@ _SYNC_MODE = "trinity_sync.sync.base.SyncMode"
 
 def check_inputs(cfg: DictConfig, task: object = None) -> object:
     """Build everything once that a user's class may refuse: backend, algorithm, retention policies, sync mode and task.
-    Reads the task's file line by line and imports its reward function, before Ray starts.
-
-    Returns:
-        The task.
+    Reads the task's file line by line and imports its reward function, before Ray starts. Returns the task.
     """
     check_own_classes(cfg)
     retention_policies(cfg)
@@ -55,11 +52,7 @@ def check_inputs(cfg: DictConfig, task: object = None) -> object:
 
 
 def build_task(node: DictConfig | Mapping[str, object], seed: int) -> Any:
-    """Build the task from all keys of its node and the seed.
-
-    Raises:
-        TrinityError, ConfigError: as `instantiate_target`.
-    """
+    """Build the task from all keys of its node and the seed. Raises errors as `instantiate_target`."""
     given: Mapping[str, object] = plain(node) if isinstance(node, DictConfig) else node
     values = {**given}
     values.pop("validation", None)  # the task itself does not need it

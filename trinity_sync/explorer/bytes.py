@@ -18,11 +18,8 @@ from trinity_sync.weights.wire import kept_names
 
 class BytesEngine(RolloutEngine):
     """The weights of a model, laid out as transformers holds them, or of an adapter; on the GPU if there is one.
-
-    Args:
-        model_path: folder of the model, as `BytesOption.make_model` writes it.
-        dtype, keep_fp32: as for `TextEngine`.
-        settings: of engines that generate; not used.
+    `model_path`: folder of the model, as `BytesOption.make_model` writes it. `dtype`, `keep_fp32`: as for `TextEngine`.
+    `settings`: of engines that generate; not used.
     """
 
     def __init__(

@@ -36,17 +36,9 @@ from trinity_sync.models.families import IMAGES, auto_class, check_attention
 from trinity_sync.models.files import follow_indexes
 from trinity_sync.samples.batch import TokenRows
 from trinity_sync.samples.keys import GAMMA, LAST_SHIFT, MIX
+from trinity_sync.weights import tensors
 from trinity_sync.weights.lora import held_adapter, saved_name
 from trinity_sync.weights.shards import listed
-from trinity_sync.weights.tensors import (
-    cast_model,
-    from_torch,
-    hold_fp32,
-    kept_by_class,
-    state_digest,
-    to_torch,
-    version_tensors,
-)
 from trinity_sync.weights.wire import WireFormat, kept_names
 
 if TYPE_CHECKING:
@@ -97,7 +89,7 @@ class HFEngine(TextEngine):
             check_attention(fields, attn_implementation)
             self.model = held_model(
                 self._config,
-                to_torch(self._dtype),
+                tensors.to_torch(self._dtype),
                 self._device,
                 attn_implementation=attn_implementation,
                 trust_remote_code=self._trust_remote_code,
@@ -105,7 +97,7 @@ class HFEngine(TextEngine):
                 weights=model_path if adapter is not None or auto_class(fields) == IMAGES else None,
             )
             if adapter is not None:
-                self._base = version_tensors(self.model)
+                self._base = tensors.version_tensors(self.model)
                 add_adapter(adapter, self.model)
         except (OSError, ValueError, SafetensorError) as error:
             raise unusable_model(model_path, error) from error
@@ -121,7 +113,7 @@ class HFEngine(TextEngine):
         """
         if self._adapter is None:
             try:
-                return version_tensors(self.model)
+                return tensors.version_tensors(self.model)
             except RunError as error:
                 raise ConfigError(f"model: versions of it cannot be written in place: {error}") from error
         return {saved_name(name): tensor for name, tensor in held_adapter(self.model).items()}
@@ -129,8 +121,8 @@ class HFEngine(TextEngine):
     def base_digest(self, wire_dtype: str) -> str | None:
         if self._adapter is None:
             return None
-        patterns = kept_by_class(self.model, wire_dtype) if self._keep_fp32 is None else self._keep_fp32
-        return state_digest(self._base, WireFormat(wire_dtype, kept_names(patterns, self._base)))
+        patterns = tensors.kept_by_class(self.model, wire_dtype) if self._keep_fp32 is None else self._keep_fp32
+        return tensors.state_digest(self._base, WireFormat(wire_dtype, kept_names(patterns, self._base)))
 
     @torch.inference_mode()
     def respond(self, request: SampleRequest) -> Responses:
@@ -235,10 +227,12 @@ def held_model(
             trust_remote_code=trust_remote_code,
         ).to(device)
         if keep_fp32 is not None:
-            cast_model(model, dtype, keep_fp32)
+            tensors.cast_model(model, dtype, keep_fp32)
         model.eval().requires_grad_(False)
     if dtype is not torch.float32:
-        kept = hold_fp32(model, kept_by_class(model, from_torch(dtype)) if keep_fp32 is None else keep_fp32)
+        kept = tensors.hold_fp32(
+            model, tensors.kept_by_class(model, tensors.from_torch(dtype)) if keep_fp32 is None else keep_fp32
+        )
         if kept:
             _check_computes(model, dtype, kept)
     return model

@@ -63,12 +63,9 @@ class SampleRequest(NamedTuple):
 
 
 class Responses(NamedTuple):
-    """The responses to a request, sample by sample.
-
-    Args:
-        rows: the tokens of each response, its end token included.
-        log_probs: float32, natural; one for each token of `rows`, in the same order.
-        spans: the versions that made the tokens; None: `SampleRequest.version` made all.
+    """The responses to a request, sample by sample. `rows`: the tokens of each response, its end token included.
+    `log_probs`: float32, natural; one for each token of `rows`, in the same order. `spans`: the versions that made the
+    tokens; None: `SampleRequest.version` made all.
     """
 
     rows: TokenRows
@@ -81,11 +78,8 @@ def sequence_keys(
     seed: int, step: int, prompts: ArrayLike, samples: ArrayLike, purpose: Purpose = Purpose.SAMPLING
 ) -> torch.Tensor:
     """Compute the keys from which the random numbers of sequences derive, int64 of shape (sequences,) on the CPU.
-
-    Args:
-        step: trainer step that the samples are for.
-        prompts: integers of shape (sequences,), `Prompt.index` of each.
-        samples: integers of shape (sequences,), number of each within its prompt's group.
+    `step`: trainer step that the samples are for. `prompts`: integers of shape (sequences,), `Prompt.index` of each.
+    `samples`: integers of shape (sequences,), number of each within its prompt's group.
     """
     keys = path(seed, purpose, step, prompts, samples)
     return torch.from_numpy(keys.view(np.int64))
@@ -171,11 +165,8 @@ class TextEngine(RolloutEngine):
         drawing: Drawing = FOR_TRAINING,
     ) -> SampleBatch:
         """Make scored samples for the prompts; see `RolloutEngine.generate`. The random numbers of a sample depend on
-        (seed, purpose, step, prompt, sample) only.
-
-        Raises:
-            RunError: a prompt has characters without a token, no token, too many, or needs a chat template that the
-                tokenizer lacks; or the task fails to judge a response.
+        (seed, purpose, step, prompt, sample) only. Raises RunError: a prompt has characters without a token, no token,
+        too many, or needs a chat template that the tokenizer lacks; or the task fails to judge a response.
         """
         prompt_ids = [self._encoder.encode(prompt, f"prompt {prompt.index} of step {step}") for prompt in prompts]
         prompt_of = np.repeat(np.arange(len(prompts)), samples_per_prompt)

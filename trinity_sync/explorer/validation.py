@@ -50,12 +50,9 @@ def in_pieces(prompts: Sequence[Prompt], samples_per_prompt: int, at_a_time: int
 
 
 class Validation:
-    """Has all explorers answer the prompts, each its share, while training waits.
-
-    Args:
-        prompts: all of them, at least one.
-        pool: the explorers, which hold the version to be validated.
-        mode: the sync mode, by which a restarted explorer loads.
+    """Has all explorers answer the prompts, each its share, while training waits. `prompts`: all of them, at least one.
+    `pool`: the explorers, which hold the version to be validated. `mode`: the sync mode, by which a restarted explorer
+    loads.
     """
 
     def __init__(

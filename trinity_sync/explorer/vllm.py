@@ -17,15 +17,7 @@ from typing import TYPE_CHECKING, Unpack
 import torch
 
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.explorer.texts import (
-    Responses,
-    SampleRequest,
-    TextSettings,
-    VLLMBase,
-    VLLMResponse,
-    joined,
-    sample_rows,
-)
+from trinity_sync.explorer import texts
 from trinity_sync.host.interrupts import left_to_driver
 from trinity_sync.host.logs import OwnOutput
 from trinity_sync.host.origin import error_text
@@ -50,7 +42,7 @@ _GENERATE_S = 86_400.0
 _POLL_S = 0.001
 
 
-class VLLMEngine(VLLMBase):
+class VLLMEngine(texts.VLLMBase):
     """A causal language model of vLLM in processes of its own.
 
     Samples differ from those of `HFEngine`, as vLLM's own sampler draws them. Concurrent requests may change the last
@@ -78,7 +70,7 @@ class VLLMEngine(VLLMBase):
         eager: bool | None = None,
         on_update: OnUpdate = "wait",
         engine: Mapping[str, object] | None = None,
-        **settings: Unpack[TextSettings],
+        **settings: Unpack[texts.TextSettings],
     ) -> None:
         super().__init__(model_path, **settings)
         on_cpu = not torch.cuda.is_available()
@@ -96,7 +88,7 @@ class VLLMEngine(VLLMBase):
             threading.Thread(target=self._loop.run_forever, name="vLLM", daemon=True).start()
         self._llm = self._start({**self._arguments(eager, on_cpu), **(engine or {})})
         self._control = AsyncControl(self._llm, self._loop, "vLLM", _GENERATE_S)
-        self._requests: set[asyncio.Future[VLLMResponse]] = set()
+        self._requests: set[asyncio.Future[texts.VLLMResponse]] = set()
         self._request_ids = itertools.count()
         self._loaded: Version | None = None
         self._lost = False
@@ -190,7 +182,7 @@ class VLLMEngine(VLLMBase):
                 return
             await asyncio.sleep(_POLL_S)
 
-    def respond(self, request: SampleRequest) -> Responses:
+    def respond(self, request: texts.SampleRequest) -> texts.Responses:
         """Generate the responses. `SampleRequest.version` labels their tokens until another version is loaded
         concurrently.
         """
@@ -199,14 +191,14 @@ class VLLMEngine(VLLMBase):
             return request.version[1] if self._loaded is None or not self.takes_beside else self._loaded.step
 
         generation = self._generate_all(request, label)
-        return joined(self._control.wait(generation, f"generate for step {request.step}", _GENERATE_S))
+        return texts.joined(self._control.wait(generation, f"generate for step {request.step}", _GENERATE_S))
 
-    async def _generate_all(self, request: SampleRequest, label: Callable[[], int]) -> list[VLLMResponse]:
+    async def _generate_all(self, request: texts.SampleRequest, label: Callable[[], int]) -> list[texts.VLLMResponse]:
         if self._lost:
             raise RunError("its weights were lost in an update")
         requests = [
             asyncio.ensure_future(self._generate_one(prompt, self._sampling(request.temperature, seed), label))
-            for prompt, seed in sample_rows(request)
+            for prompt, seed in texts.sample_rows(request)
         ]
         self._requests.update(requests)
         try:
@@ -222,9 +214,9 @@ class VLLMEngine(VLLMBase):
 
     async def _generate_one(
         self, prompt: list[int], sampling: SamplingParams, label: Callable[[], int]
-    ) -> VLLMResponse:
+    ) -> texts.VLLMResponse:
         while True:
-            response = VLLMResponse()
+            response = texts.VLLMResponse()
             inputs = {"prompt_token_ids": list(prompt)}
             async for output in self._llm.generate(inputs, sampling, str(next(self._request_ids))):
                 response.add(output.outputs[0], label())

@@ -87,11 +87,8 @@ class Connection:
             connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def send(self, frame: bytes, timeout_s: float) -> None:
-        """Send a frame of `pack`; a failure ends the connection.
-
-        Raises:
-            TimeoutError: the peer has not read all of it in time (seconds).
-            OSError: the connection is closed or broken.
+        """Send a frame of `pack`; a failure ends the connection. Raises TimeoutError: the peer has not read all of it
+        in time (seconds). Raises OSError: the connection is closed or broken.
         """
         until, rest = time.monotonic() + timeout_s, memoryview(frame)
         try:
@@ -102,11 +99,8 @@ class Connection:
             raise
 
     def receive(self, timeout_s: float = math.inf) -> Any:
-        """Wait for the next message.
-
-        Raises:
-            TimeoutError: it has not come in time (seconds); a later call may get it.
-            EOFError, OSError: the connection is closed or broken.
+        """Wait for the next message. Raises TimeoutError: it has not come in time (seconds); a later call may get it.
+        Raises EOFError, OSError: the connection is closed or broken.
         """
         until = time.monotonic() + timeout_s
         self._fill(LENGTH.size, until)
@@ -175,14 +169,9 @@ os.register_at_fork(after_in_child=_close_in_fork)
 
 
 def open_connection(address: Address, secret: bytes, timeout_s: float) -> Connection:
-    """Connect to a listener, prove the secret to it and check its proof.
-
-    Args:
-        timeout_s: limit for the connection, and for the proof, seconds.
-
-    Raises:
-        ForeignPeerError: one side does not accept the other's proof.
-        EOFError, OSError: no process listens there, it is silent, or the connection broke.
+    """Connect to a listener, prove the secret to it and check its proof. `timeout_s`: limit for the connection, and for
+    the proof, seconds. Raises ForeignPeerError: one side does not accept the other's proof. Raises EOFError, OSError:
+    no process listens there, it is silent, or the connection broke.
     """
     if isinstance(address, str):
         connected = socket.socket(socket.AF_UNIX)

@@ -41,11 +41,8 @@ class Channel:
     """The parent's end of the connection to a child, whose end is a `multiprocessing.connection.Connection`.
 
     The kernel names the sender of each piece, and pieces of other processes are dropped: a fork of the child, which has
-    the connection open as well, can neither answer for it nor damage its messages.
-
-    Attributes:
-        sender: pid of the child; None: the first process that sends.
-        most_bytes: limit of one message; a longer one ends the connection.
+    the connection open as well, can neither answer for it nor damage its messages. `sender`: pid of the child; None:
+    the first process that sends. `most_bytes`: limit of one message; a longer one ends the connection.
     """
 
     def __init__(self, end: socket.socket, pid: int, message_s: float) -> None:
@@ -68,13 +65,8 @@ class Channel:
         return _readable((self._pidfd,), within_s)
 
     def send(self, message: object, limit_s: float | None = None) -> None:
-        """Send a message.
-
-        Args:
-            limit_s: for the child to read it, seconds; None: the channel's limit.
-
-        Raises:
-            TimeoutError: the child has not read all of it in time; the connection cannot send any more.
+        """Send a message. `limit_s`: for the child to read it, seconds; None: the channel's limit. Raises TimeoutError:
+        the child has not read all of it in time; the connection cannot send any more.
         """
         data = pickle.dumps(message)
         head = struct.pack("!i", len(data)) if len(data) < 1 << 31 else struct.pack("!iQ", -1, len(data))
@@ -171,10 +163,7 @@ def start_child(
     module: str, log: Path | None, message_s: float = 10, further: Sequence[int] = (), with_driver: bool = True
 ) -> Child:
     """Start ``serve(descriptor)`` of a module in a child process, which ignores the signals that end a run. It has this
-    process's module path and the user's environment.
-
-    Args:
-        message_s: limit for the child to read a message, seconds.
+    process's module path and the user's environment. `message_s`: limit for the child to read a message, seconds.
     """
     open_missing()
     ours, theirs = socket.socketpair()
@@ -258,13 +247,8 @@ def start_detached(module: str, given: bytes, *, who: str, timeout_s: float) -> 
     """Start ``serve(given, report)`` of a module in a detached process, and return its report.
 
     The process is not a fork: it has none of this process's sockets, threads or GPU contexts, does not keep its output
-    open, and gets no signals of the terminal.
-
-    Args:
-        timeout_s: limit for the report, seconds. A late process is not killed.
-
-    Raises:
-        KilledError: it ended without a report and without output.
+    open, and gets no signals of the terminal. `timeout_s`: limit for the report, seconds. A late process is not killed.
+    Raises KilledError: it ended without a report and without output.
     """
     try:
         child = subprocess.Popen(

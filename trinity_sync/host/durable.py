@@ -83,11 +83,7 @@ PIECE_BYTES = 4 << 20
 
 def digest_file(path: Path, *, durable: bool = False, progress: Callable[[int], None] | None = None) -> tuple[int, str]:
     """Digest a file, best right after writing, from the page cache; return its size in bytes, and its xxh3_128 digest
-    as hex.
-
-    Args:
-        durable: fsync it as well.
-        progress: called with the number of bytes read so far.
+    as hex. `durable`: fsync it as well. `progress`: called with the number of bytes read so far.
     """
     hasher = xxh3_128()
     size = 0

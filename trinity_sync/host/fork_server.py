@@ -66,11 +66,8 @@ class _ForkRequest:
 
 
 class ForkServer:
-    """Serves until its standard input ends.
-
-    Args:
-        listening: the socket for requests.
-        later: modules to import at the first request.
+    """Serves until its standard input ends. `listening`: the socket for requests. `later`: modules to import at the
+    first request.
     """
 
     def __init__(self, listening: socket.socket, later: Sequence[str]) -> None:

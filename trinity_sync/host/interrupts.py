@@ -66,10 +66,8 @@ def interruptible(*, sigterm_saves: bool = True, limit_s: float = 30.0) -> Itera
 
     So do SIGUSR1 and SIGUSR2 where another handler exists, such as submitit's for a queue: that handler is called at
     the end, when the block is over and saved. Signal handlers exist in the main thread only; in others nothing changes.
-
-    Args:
-        limit_s: timeout from the first signal to the end of the program, whatever it waits for, seconds. Half of it is
-            for the current step. It does not apply to a queue's signals: its SIGTERM follows.
+    `limit_s`: timeout from the first signal to the end of the program, whatever it waits for, seconds. Half of it is
+    for the current step. It does not apply to a queue's signals: its SIGTERM follows.
     """
     if threading.current_thread() is not (main := threading.main_thread()):
         yield

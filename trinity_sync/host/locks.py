@@ -10,10 +10,11 @@ import errno
 import fcntl
 import os
 import stat
-import time
+from functools import partial
 from pathlib import Path
 
 from trinity_sync.errors import WaitTimeout
+from trinity_sync.host.threads import comes_true
 
 _POLL_S = 0.02
 
@@ -23,10 +24,8 @@ class ForeignFileError(OSError):
 
 
 def open_lock(path: Path, *, create: bool = True, writable: bool = True, mode: int = 0o600) -> int:
-    """Open a lock file, which is not locked yet; return its descriptor. `mode`: permissions of a created file.
-
-    Raises:
-        ForeignFileError: it is not a regular file.
+    """Open a lock file, which is not locked yet; return its descriptor. `mode`: permissions of a created file. Raises
+    ForeignFileError: it is not a regular file.
     """
     flags = (os.O_RDWR if writable else os.O_RDONLY) | (os.O_CREAT if create else 0)
     try:
@@ -52,11 +51,8 @@ def try_lock(descriptor: int, *, shared: bool = False) -> bool:
 
 def wait_for_lock(descriptor: int, path: Path, timeout_s: float, *, shared: bool = False) -> None:
     """Lock an open file (`shared`: with others that share it), and wait until it is free."""
-    deadline = time.monotonic() + timeout_s
-    while not try_lock(descriptor, shared=shared):
-        if time.monotonic() > deadline:
-            raise WaitTimeout(_owner(descriptor), f"release its lock on {path}", timeout_s)
-        time.sleep(_POLL_S)
+    if not comes_true(partial(try_lock, descriptor, shared=shared), timeout_s, _POLL_S):
+        raise WaitTimeout(_owner(descriptor), f"release its lock on {path}", timeout_s)
 
 
 def _owner(descriptor: int) -> str:
@@ -96,11 +92,8 @@ def is_own_folder(path: Path) -> bool:
 
 def open_own_folder(path: Path, *, create: bool) -> int:
     """Open a private folder of this user; return its descriptor. Where others can write, it belongs to the first
-    creator.
-
-    Raises:
-        ForeignFileError: a link, something else or another user's folder has the name.
-        FileNotFoundError: it is missing, without `create`.
+    creator. Raises ForeignFileError: a link, something else or another user's folder has the name. Raises
+    FileNotFoundError: it is missing, without `create`.
     """
     if create:
         with contextlib.suppress(FileExistsError):

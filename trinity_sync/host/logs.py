@@ -228,10 +228,8 @@ def flush_logs() -> None:
 def log_failure(what: str, error: BaseException) -> None:
     """Log a failure once, with a traceback unless a foreseen error says it all.
 
-    For an error of the user's code, the traceback starts there; the error carries it to other processes.
-
-    Args:
-        what: the failed work, such as ``generate``.
+    For an error of the user's code, the traceback starts there; the error carries it to other processes. `what`: the
+    failed work, such as ``generate``.
     """
     here = f"{_HERE}-{os.getpid()}"
     if getattr(error, _LOGGED_BY, None) == here:

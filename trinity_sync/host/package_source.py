@@ -8,6 +8,16 @@ from importlib.util import find_spec
 from pathlib import Path
 
 
+def installed_version(distribution: str) -> str | None:
+    """Return the version of an installed distribution; None: it is not installed."""
+    from importlib import metadata  # takes long to load
+
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:
+        return None
+
+
 def source_of(package: str, file: str) -> str | None:
     """Return the text of a file (by its path in the package) of an installed package; None: it is missing."""
     found = find_spec(package)

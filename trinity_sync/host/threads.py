@@ -33,6 +33,16 @@ def in_background(function: Callable[[], T], name: str) -> Future[T]:
     return future
 
 
+def comes_true(condition: Callable[[], object], limit_s: float, poll_s: float) -> bool:
+    """Look every `poll_s` seconds whether a condition is true, for at most `limit_s`; return whether it is."""
+    until = time.monotonic() + limit_s
+    while not condition():
+        if time.monotonic() > until:
+            return False
+        time.sleep(poll_s)
+    return True
+
+
 @contextlib.contextmanager
 def deaths_told(tell: Callable[[str, BaseException], object]) -> Iterator[None]:
     """Report exceptions that end a thread of this process within the block; the traceback is logged.

@@ -438,12 +438,9 @@ _CALL_S = 10.0
 
 
 class EventRelay:
-    """Fetches the monitor's events (faults, copies to the mirror, late prunes) about once a second.
-
-    Args:
-        monitor: the checkpoint monitor.
-        sink: gets each event, called in the relay's thread and in that of `close`. Unknown or damaged events arrive as
-            faults; an event that the disk refuses (RunError) is retried.
+    """Fetches the monitor's events (faults, copies to the mirror, late prunes) about once a second. `monitor`: the
+    checkpoint monitor. `sink`: gets each event, called in the relay's thread and in that of `close`. Unknown or damaged
+    events arrive as faults; an event that the disk refuses (RunError) is retried.
     """
 
     def __init__(self, monitor: MonitorClient, sink: Callable[[Event], None]) -> None:
@@ -514,13 +511,8 @@ def start_agents(
     fallback: Path,
     log_dir: str,
 ) -> dict[str, AgentClient]:
-    """Start the node agents, have them make their slots, and attach the trainer's ranks.
-
-    Returns:
-        Agents by Ray node id.
-
-    Raises:
-        RunError, WaitTimeout: an agent or a rank does not answer, or has no room.
+    """Start the node agents, have them make their slots, and attach the trainer's ranks. Returns agents by Ray node id.
+    Raises RunError, WaitTimeout: an agent or a rank does not answer, or has no room.
     """
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy

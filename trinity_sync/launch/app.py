@@ -95,11 +95,8 @@ def run_main(
     typed: bool = True,
 ) -> int:
     """Run a Hydra entry and return the exit code of the process. `typed`: the arguments are the user's words, not the
-    settings of an earlier run.
-
-    Returns:
-        0 done; 1 the run or a job of the sweep failed; 2 configuration or command line wrong (a sweep: of all jobs);
-        130 interrupted.
+    settings of an earlier run. Returns 0: done; 1: the run or a job of the sweep failed; 2: configuration or command
+    line wrong (a sweep: of all jobs); 130: interrupted.
     """
     global _session
     _session = _Session(resume=resume, until=until)
@@ -351,10 +348,7 @@ def finish_sweep(sweep: Path, codes: Mapping[Path, int]) -> int:
 
 class DriverLog(LogFile):
     """The driver's log file, named in `conf/hydra/job_logging`. Created with its first line, so that a refused run
-    leaves none.
-
-    Args:
-        filename: path of the file.
+    leaves none. `filename`: path of the file.
     """
 
     def __init__(self, filename: str) -> None:

@@ -24,16 +24,8 @@ from trinity_sync.host.interrupts import last_words
 from trinity_sync.host.logs import story
 from trinity_sync.host.process import replaced
 from trinity_sync.host.threads import in_background
+from trinity_sync.launch import own_ray
 from trinity_sync.launch.node_watch import ended_with_its_node, raylet_watched
-from trinity_sync.launch.own_ray import (
-    AUTHENTICATION,
-    check_unconnected,
-    first_line,
-    give_up,
-    own_ray,
-    own_sigterm,
-    shut_down,
-)
 from trinity_sync.tracking.trackers import TrackedRun
 from trinity_sync.tracking.units import finite
 
@@ -67,10 +59,8 @@ def cluster(
     forked: bool = False,
     lost: Callable[[str], object] = lambda error: None,
 ) -> Iterator[Cluster]:
-    """Connect to Ray for the length of the block.
-
-    Args:
-        lost: called with the error, on another thread, before this program exits because its node is lost.
+    """Connect to Ray for the length of the block. `lost`: called with the error, on another thread, before this program
+    exits because its node is lost.
     """
     import ray
 
@@ -85,11 +75,11 @@ def cluster(
         os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
         stack.enter_context(_ray_logged())
         if settings.address is not None:
-            check_unconnected()
+            own_ray.check_unconnected()
             _join(settings.address, runtime_env={"env_vars": env}, **common)
-            stack.callback(shut_down, None)
+            stack.callback(own_ray.shut_down, None)
         else:
-            own = stack.enter_context(own_ray(settings, cpus, env, forked, common))
+            own = stack.enter_context(own_ray.own_ray(settings, cpus, env, forked, common))
         here = ray.get_runtime_context().get_node_id()
         expected = stack.enter_context(raylet_watched(here, ours=own is not None))
 
@@ -100,7 +90,7 @@ def cluster(
 
         def end_at_once() -> None:
             expected.set()
-            give_up(own)
+            own_ray.give_up(own)
 
         stack.enter_context(ended_with_its_node(end))
         stack.enter_context(last_words(end_at_once))
@@ -115,12 +105,12 @@ def has_gpus(address: str) -> bool:
     """Return whether an existing cluster has GPUs; errors as for `cluster`."""
     import ray
 
-    check_unconnected()
+    own_ray.check_unconnected()
     _join(address, log_to_driver=False, logging_level="ERROR")
     try:
         return bool(ray.cluster_resources().get("GPU", 0) > 0)
     finally:
-        shut_down(None)
+        own_ray.shut_down(None)
 
 
 def _join(address: str, **options: object) -> None:
@@ -130,10 +120,10 @@ def _join(address: str, **options: object) -> None:
 
     _check_reachable(address)
     try:
-        with own_sigterm():
+        with own_ray.own_sigterm():
             ray.init(address=address, **options)
     except (AuthenticationError, ConnectionError, ValueError, RuntimeError) as error:
-        said = f"no Ray cluster answers there ({first_line(error)})"
+        said = f"no Ray cluster answers there ({own_ray.first_line(error)})"
         if isinstance(error, AuthenticationError) or AuthenticationError.__name__ in str(error.__cause__):
             said = (
                 "Ray there does not take this program's token; set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or "
@@ -171,7 +161,7 @@ def _restored_environment() -> Iterator[None]:
     try:
         yield
     finally:
-        before |= {name: os.environ[name] for name in (AUTHENTICATION,) if name in os.environ}
+        before |= {name: os.environ[name] for name in (own_ray.AUTHENTICATION,) if name in os.environ}
         os.environ.clear()
         os.environ.update(before)
 

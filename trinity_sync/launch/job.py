@@ -12,15 +12,8 @@ from trinity_sync.config import build, retention_policies
 from trinity_sync.config.checks import sync_settings
 from trinity_sync.errors import grown
 from trinity_sync.host import interrupts
+from trinity_sync.launch import sample_source
 from trinity_sync.launch.actors import Actors, Setup
-from trinity_sync.launch.sample_source import (
-    free_data,
-    lockstep_data,
-    loss_validation_of,
-    validation_of,
-    validation_times,
-    version_validations_of,
-)
 
 if TYPE_CHECKING:
     from trinity_sync.checkpoint.mirror.run_mirror import VersionCopies
@@ -40,11 +33,8 @@ _ANSWER_S = 2.0
 
 
 class Job:
-    """A run, from its actors to the end of its loop. Benchmarks replace its `loop` and its `worker`.
-
-    Attributes:
-        worker: class of the trainer's ranks; None: `TrinityWorker`.
-        actors: the run's actors.
+    """A run, from its actors to the end of its loop. Benchmarks replace its `loop` and its `worker`. `worker`: class of
+    the trainer's ranks; None: `TrinityWorker`. `actors`: the run's actors.
     """
 
     worker: type | None = None
@@ -62,11 +52,7 @@ class Job:
         self.actors.start()
 
     def loop(self) -> None:
-        """Do all steps, then finish all saves.
-
-        Raises:
-            KeyboardInterrupt: it was interrupted.
-        """
+        """Do all steps, then finish all saves. Raises KeyboardInterrupt: it was interrupted."""
         from trinity_sync.trainer.full_saves import FullSaves
 
         actors, settings = self.actors, self._save_settings()
@@ -195,9 +181,9 @@ class Job:
         )
         if actors.free and actors.pool is not None:
             validations = self._version_validations(actors.pool)
-            source = free_data(cfg, task, start, actors.pool, self._recorder, validations)
+            source = sample_source.free_data(cfg, task, start, actors.pool, self._recorder, validations)
             return FreeLoop(steps, source=source, mode=mode, saves=saves, stop=self._setup.stop, validator=validations)
-        data = lockstep_data(cfg, task, start, actors.model_path, actors.pool, mode)
+        data = sample_source.lockstep_data(cfg, task, start, actors.model_path, actors.pool, mode)
         return TrainingLoop(
             steps,
             data=data,
@@ -236,24 +222,24 @@ class Job:
     def _version_validations(self, pool: ExplorerPool) -> VersionValidations | None:
         """Make the validation that runs concurrently with training, if the run has one."""
         cfg, start = self._cfg, self._start
-        times = validation_times(cfg, start, self._setup.folder.metrics, self._setup.last_step)
+        times = sample_source.validation_times(cfg, start, self._setup.folder.metrics, self._setup.last_step)
         if times is None:
             return None
         synchronizer, recorder = self.actors.synchronizer, self._recorder
-        return version_validations_of(
+        return sample_source.version_validations_of(
             cfg, self._setup.scanned, times, start=start, pool=pool, synchronizer=synchronizer, recorder=recorder
         )
 
     def _validation(self, mode: Publisher, step_timeout_s: float) -> Validation | LossValidation | None:
         """Make the validation between steps, if the run has one."""
         cfg, scanned, actors = self._cfg, self._setup.scanned, self.actors
-        times = validation_times(cfg, self._start, self._setup.folder.metrics, self._setup.last_step)
+        times = sample_source.validation_times(cfg, self._start, self._setup.folder.metrics, self._setup.last_step)
         if times is None:
             return None
         if actors.pool is not None:
-            return validation_of(cfg, scanned, times, actors.pool, mode)
+            return sample_source.validation_of(cfg, scanned, times, actors.pool, mode)
         model_path, trainer = actors.model_path, actors.trainer
-        return loss_validation_of(
+        return sample_source.loss_validation_of(
             cfg, scanned, times, model_path=model_path, trainer=trainer, step_timeout_s=step_timeout_s
         )
 

@@ -76,10 +76,8 @@ def run(
     job: type[Job] | None = None,
     settings: Callable[[RunConfig], AbstractContextManager[None]] | None = None,
 ) -> int:
-    """Do one run, from start to end. `settings`: saves the settings that it is called with.
-
-    Returns:
-        The exit code: 0 done, 130 interrupted.
+    """Do one run, from start to end. `settings`: saves the settings that it is called with. Returns the exit code: 0
+    done, 130 interrupted.
     """
     cfg = config.settings
     threads = _threads()

@@ -27,6 +27,7 @@ from trinity_sync.config.model_checks import parameters, read_fields
 from trinity_sync.config.schema import Config, retention_policies
 from trinity_sync.errors import ConfigError, TrinityError
 from trinity_sync.host.locks import own_name
+from trinity_sync.host.package_source import installed_version
 from trinity_sync.models.files import cached_folder
 from trinity_sync.protocol.retention import most_at_once
 from trinity_sync.trainer.algorithms.base import algorithm_of
@@ -56,7 +57,7 @@ def findings(installed: Callable[[str], str | None] | None = None) -> Iterator[F
     """Check this machine, one thing after another. Leaves no open port and no file. `installed` returns the version of
     a package; for tests.
     """
-    version = installed or _version
+    version = installed or installed_version
     yield from _packages(version)
     yield Finding("native library", native.state(), "ok" if native.library() else "warning")
     yield _gpus(accelerator_count(), version("torch") or "")
@@ -89,13 +90,6 @@ def _packages(version: Callable[[str], str | None]) -> Iterator[Finding]:
         else:
             fit += 1
     yield Finding("packages", f"{fit} as they are known to work, Python {sys.version.split()[0]}")
-
-
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _gpus(count: int, torch: str) -> Finding:

@@ -40,10 +40,8 @@ def starting_raylets_watched(folder: str) -> Iterator[None]:
 
 @contextlib.contextmanager
 def raylet_watched(node: str, *, ours: bool) -> Iterator[threading.Event]:
-    """Within the block, report the death of this node's raylet on stderr.
-
-    Yields:
-        an event to set before the raylet is ended on purpose.
+    """Within the block, report the death of this node's raylet on stderr. Yields an event to set before the raylet is
+    ended on purpose.
     """
     pid = next(iter(_raylets(f"--node_id={node}")), None)
     if pid is None and ours:
@@ -54,11 +52,7 @@ def raylet_watched(node: str, *, ours: bool) -> Iterator[threading.Event]:
 
 @contextlib.contextmanager
 def _watched(look: Callable[[], int | None], what_then: str) -> Iterator[threading.Event]:
-    """Report the death of a raylet.
-
-    Yields:
-        an event to set if its death is expected.
-    """
+    """Report the death of a raylet. Yields an event to set if its death is expected."""
     expected = threading.Event()
     if not hasattr(os, "pidfd_open"):  # an old kernel: a death is noticed like a hang, by `ended_with_its_node`
         yield expected
@@ -92,9 +86,7 @@ def _unwatched() -> Iterator[threading.Event]:
 @contextlib.contextmanager
 def ended_with_its_node(end: Callable[[str], None]) -> Iterator[None]:
     """Within the block, exit this program with code 1 once Ray declares its node dead, or its GCS no longer answers.
-
-    Args:
-        end: called before the exit, on another thread, with the error: keeps the record, ends processes.
+    `end`: called before the exit, on another thread, with the error: keeps the record, ends processes.
     """
     import ray
 

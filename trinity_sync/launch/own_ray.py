@@ -29,7 +29,7 @@ from trinity_sync.host import interrupts, process
 from trinity_sync.host.interrupts import interruptible, left_to_driver, shielded
 from trinity_sync.host.locks import is_own_folder, open_lock, own_name, try_lock
 from trinity_sync.host.process import driver_lifeline, environment, replaced
-from trinity_sync.host.threads import in_background
+from trinity_sync.host.threads import comes_true, in_background
 from trinity_sync.launch import worker_fork
 from trinity_sync.launch.node_watch import starting_raylets_watched
 
@@ -265,10 +265,7 @@ class _DiedError(Exception):
 @contextlib.contextmanager
 def _processes_looked_after() -> Iterator[None]:
     """Within the block, shield Ray's own processes from this program's signals, and fail the start as soon as one of
-    them dies, for which Ray would wait. An error kills all of them.
-
-    Raises:
-        _DiedError: with the reason.
+    them dies, for which Ray would wait. An error kills all of them. Raises _DiedError: with the reason.
     """
     from ray._private import node, services
 
@@ -589,12 +586,8 @@ def end_processes(folder: Path) -> None:
 
 def wait_for_ends(processes: list[psutil.Process], limit_s: float) -> list[psutil.Process]:
     """Wait until processes have ended; return those that still live after the limit."""
-    deadline = time.monotonic() + limit_s
-    while left := [child for child in processes if lives(child)]:
-        if time.monotonic() > deadline:
-            break
-        time.sleep(_POLL_S)
-    return left
+    comes_true(lambda: not any(map(lives, processes)), limit_s, _POLL_S)
+    return [child for child in processes if lives(child)]
 
 
 def lives(child: psutil.Process) -> bool:

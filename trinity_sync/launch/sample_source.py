@@ -158,10 +158,8 @@ def loss_validation_of(
     trainer: TrainerGroup,
     step_timeout_s: float,
 ) -> LossValidation | None:
-    """Make the validation in which the trainer measures the loss of rows; None: there are no rows.
-
-    Args:
-        step_timeout_s: timeout of a batch as large as a step's, seconds.
+    """Make the validation in which the trainer measures the loss of rows; None: there are no rows. `step_timeout_s`:
+    timeout of a batch as large as a step's, seconds.
     """
     rows, most = cast("Examples", scanned.validation), _batch_size(cfg)
     if not rows:

@@ -28,6 +28,7 @@ from trinity_sync.config.composed_jobs import ComposedJob, is_fixed
 from trinity_sync.config.composition import section
 from trinity_sync.errors import TrinityError
 from trinity_sync.host.interrupts import SAME_S, ending_signals, handling
+from trinity_sync.host.threads import comes_true
 from trinity_sync.host.urls import absolute, local_folder, shown
 from trinity_sync.tracking.run_record import holds_run, lock_owner
 
@@ -36,10 +37,8 @@ def sweep_problem(hydra: HydraConf, jobs: Sequence[ComposedJob]) -> str | None:
     """Say why a sweep cannot start; None: it can.
 
     A search (a sweeper that chooses values as it goes) has only its first job checked, without the chosen values, and
-    only for its folder. Settings of jobs that may run on other machines are checked there.
-
-    Raises:
-        OmegaConfBaseException: the folder of a job cannot be resolved.
+    only for its folder. Settings of jobs that may run on other machines are checked there. Raises
+    OmegaConfBaseException: the folder of a job cannot be resolved.
     """
     sweep, fixed = Path(hydra.sweep.dir).absolute(), is_fixed(hydra)
     # a search: two jobs with the known values, which show a shared place
@@ -208,9 +207,7 @@ def wait_until_free(folder: Path) -> None:
     """Wait up to two minutes for a run's lock. A queue restarts a job after its node failed, and a file server keeps
     that node's lock for some time.
     """
-    deadline = time.monotonic() + _FREE_S
-    while lock_owner(folder) and time.monotonic() < deadline:
-        time.sleep(_POLL_S)
+    comes_true(lambda: not lock_owner(folder), _FREE_S, _POLL_S)
 
 
 def command_in_queue(hydra: HydraConf) -> list[str]:
@@ -268,10 +265,7 @@ class _Prefixed(io.TextIOBase):
 @contextmanager
 def jobs_end_first(hydra: HydraConf, limit_s: float) -> Iterator[None]:
     """Around a sweep: Ctrl-C, SIGTERM and SIGHUP first end its parallel jobs cleanly, then the sweep. joblib would kill
-    the jobs and leave their processes behind.
-
-    Args:
-        limit_s: timeout for the jobs' end, seconds.
+    the jobs and leave their processes behind. `limit_s`: timeout for the jobs' end, seconds.
     """
     joblib = str(hydra.launcher._target_).startswith(_JOBLIB)
     if not joblib or threading.current_thread() is not threading.main_thread():

@@ -232,14 +232,9 @@ class Step:
 
     @classmethod
     def load(cls, dumped: StepDump, now: float, committed: Kind | None, committed_paths: Collection[str]) -> Step:
-        """Restore a step from `dump`.
-
-        Args:
-            now: seconds of the book's clock.
-            committed, committed_paths: this attempt's commit on disk and its files, which may be newer than the dump.
-
-        Raises:
-            ValueError, KeyError, TypeError: it is not a result of `dump`.
+        """Restore a step from `dump`. `now`: seconds of the book's clock. `committed`, `committed_paths`: this
+        attempt's commit on disk and its files, which may be newer than the dump. Raises ValueError, KeyError,
+        TypeError: it is not a result of `dump`.
         """
         entry = cls(int(dumped["step"]), float(dumped["opened"]), now, StepParts.load(dumped["parts"]))
         entry.marks = {kind for kind in KINDS if kind in dumped["marks"]}

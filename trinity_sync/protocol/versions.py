@@ -104,11 +104,8 @@ class _VersionRecord:
 class VersionBook:
     """All versions that still have a slot, and the newest one in each other place.
 
-    The newest checkpoint replaces a state dict whose tensors are lost with the process that owned them.
-
-    Args:
-        slots: the number of snapshots in each node's shared memory.
-        clock: seconds, monotonic, for the expiry of leases.
+    The newest checkpoint replaces a state dict whose tensors are lost with the process that owned them. `slots`: the
+    number of snapshots in each node's shared memory. `clock`: seconds, monotonic, for the expiry of leases.
     """
 
     def __init__(self, slots: int, clock: Callable[[], float]) -> None:

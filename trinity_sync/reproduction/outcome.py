@@ -63,13 +63,9 @@ class Outcome:
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """Comparison of two outcomes.
-
-    Attributes:
-        versions, values: the number of digests and metrics that both have.
-        unequal: the differences by step; the metrics of a step come before its digest.
-        absent: steps that only the old outcome has. A version does not count if the new outcome has a later one: a
-            stopped run saves one more.
+    """Comparison of two outcomes. `versions`, `values`: the number of digests and metrics that both have. `unequal`:
+    the differences by step; the metrics of a step come before its digest. `absent`: steps that only the old outcome
+    has. A version does not count if the new outcome has a later one: a stopped run saves one more.
     """
 
     versions: int

@@ -21,12 +21,8 @@ _EPSILON = 1e-4
 @dataclass(frozen=True, kw_only=True)
 class Overlong:
     """The penalty on long responses (Yu et al., "DAPO", 2025), as in verl's reward manager of that name: 0 up to
-    `longest - buffer` tokens, then linear, and `penalty` at `longest`.
-
-    Args:
-        longest: tokens of the longest response.
-        buffer: tokens over which the penalty grows, at least 1.
-        penalty: of a response of `longest` tokens.
+    `longest - buffer` tokens, then linear, and `penalty` at `longest`. `longest`: tokens of the longest response.
+    `buffer`: tokens over which the penalty grows, at least 1. `penalty`: of a response of `longest` tokens.
     """
 
     longest: int

@@ -187,12 +187,8 @@ _TAIL = 3
 
 
 class Encoded(NamedTuple):
-    """The tokens of a pair or conversation.
-
-    Args:
-        prompt: tokens before the first that counts.
-        response: all later tokens.
-        learnt: marks the tokens of `response` that count.
+    """The tokens of a pair or conversation. `prompt`: tokens before the first that counts. `response`: all later
+    tokens. `learnt`: marks the tokens of `response` that count.
     """
 
     prompt: list[int]

@@ -48,14 +48,9 @@ class RewardImportError(RunError):
 class RewardProcesses:
     """A `Judge` that starts its processes when they are needed, and restarts those that end.
 
-    A pickled copy has its own processes. One thread at a time.
-
-    Args:
-        reward: the function; it is pickled. Its method `warm_up`, if there is one, is called once in each process.
-        name: of the function, for errors.
-
-    Raises:
-        ConfigError: the function cannot be pickled.
+    A pickled copy has its own processes. One thread at a time. `reward`: the function; it is pickled. Its method
+    `warm_up`, if there is one, is called once in each process. `name`: of the function, for errors. Raises ConfigError:
+    the function cannot be pickled.
     """
 
     def __init__(self, reward: RewardFunction, judging: Judging, name: str) -> None:
@@ -119,10 +114,8 @@ class RewardProcesses:
     def trial(self, prompt: Prompt, *, elsewhere: bool) -> str | None:
         """Judge the answer of a prompt, or the prompt's own text, in a process that ends then, unless the import of the
         function is `slow`. Returns a failure that may not end a run, such as of a server that is not up yet.
-        `elsewhere`: the run is on other machines, which may have what the function needs.
-
-        Raises:
-            ConfigError: the failure would end a run.
+        `elsewhere`: the run is on other machines, which may have what the function needs. Raises ConfigError: the
+        failure would end a run.
         """
         if getattr(self._reward, "slow", False):
             return None

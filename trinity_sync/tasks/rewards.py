@@ -21,19 +21,7 @@ from typing import Any
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.samples.record import Prompt
-from trinity_sync.tasks.base import (
-    FailedPartError,
-    Failure,
-    Judge,
-    Response,
-    RewardResult,
-    SummedResult,
-    Task,
-    Verdict,
-    error_of,
-    judged,
-    judged_here,
-)
+from trinity_sync.tasks import base
 
 # A sign after a digit, a letter or a closing bracket is an operator or a hyphen, not a part of the number. Exponents
 # are limited, so that no response causes endless arithmetic.
@@ -160,9 +148,9 @@ class FunctionReward:
             self._takes_finished = _takes_finished(function, signature)
             self._check(signature)
 
-    def __call__(self, prompt: Prompt, text: str, finished: bool) -> RewardResult:
+    def __call__(self, prompt: Prompt, text: str, finished: bool) -> base.RewardResult:
         more = {"finished": finished} if self._takes_finished else {}
-        return RewardResult(self._function(prompt, text, **more))
+        return base.RewardResult(self._function(prompt, text, **more))
 
     def _check(self, signature: inspect.Signature) -> None:
         inner = check_plain(self._function, self.name)
@@ -213,14 +201,14 @@ class WeightedSum:
         self._parts = dict(zip(names, parts, strict=True))
         self.name = " + ".join(f"{weight:g}*{part.name}" for weight, part in zip(self._weights, parts, strict=True))
 
-    def __call__(self, prompt: Prompt, text: str, finished: bool) -> RewardResult:
+    def __call__(self, prompt: Prompt, text: str, finished: bool) -> base.RewardResult:
         found = {}
         for name, part in self._parts.items():
-            result = judged(part, Response(prompt, text, finished))
-            if isinstance(result, Failure):
-                raise FailedPartError(Failure(f"has a part {part.name}, which {result.what}", result.origin))
+            result = base.judged(part, base.Response(prompt, text, finished))
+            if isinstance(result, base.Failure):
+                raise base.FailedPartError(base.Failure(f"has a part {part.name}, which {result.what}", result.origin))
             found[name] = result.reward
-        return SummedResult.of(sum(map(operator.mul, self._weights, found.values())), found)
+        return base.SummedResult.of(sum(map(operator.mul, self._weights, found.values())), found)
 
 
 def check_plain(function: Callable[..., object], name: str) -> Callable[..., object]:
@@ -311,20 +299,20 @@ def _is_number(value: object) -> bool:
     return isinstance(value, numbers.Real) and not isinstance(value, bool)
 
 
-def judge(task: Task, responses: Sequence[Response], *, step: int) -> list[Verdict]:
+def judge(task: base.Task, responses: Sequence[base.Response], *, step: int) -> list[base.Verdict]:
     """Have a task judge responses: by its `reward_judge` if it has one, else in this process. Returns one verdict for
     each response, in their order.
     """
-    reward_judge: Judge | None = getattr(task, "reward_judge", None)
+    reward_judge: base.Judge | None = getattr(task, "reward_judge", None)
     if reward_judge is not None:
         return reward_judge.judge(responses, step=step)
-    return [Verdict.of(score(task, *response, step=step)) for response in responses]
+    return [base.Verdict.of(score(task, *response, step=step)) for response in responses]
 
 
-def score(task: Task, prompt: Prompt, text: str, finished: bool, *, step: int) -> RewardResult:
+def score(task: base.Task, prompt: Prompt, text: str, finished: bool, *, step: int) -> base.RewardResult:
     """Have a task judge one response in this process."""
-    result = judged_here(task.reward, Response(prompt, text, finished))
-    if isinstance(result, Failure):
+    result = base.judged_here(task.reward, base.Response(prompt, text, finished))
+    if isinstance(result, base.Failure):
         name = getattr(task, "reward_name", None) or f"{type(task).__module__}.{type(task).__qualname__}.reward"
-        raise error_of(result, name, prompt, step)
+        raise base.error_of(result, name, prompt, step)
     return result

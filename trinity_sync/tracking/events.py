@@ -17,12 +17,9 @@ from trinity_sync.tracking.json_lines import Record
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """A line of events.jsonl. Fields named ``_s`` are seconds, bytes are counts; None: not known.
-
-    Args:
-        time: Unix seconds; the recorder sets it.
-        attempt: the run's attempt; the recorder sets it.
-        extra: keys of the line that the class does not declare, as a newer release may write them.
+    """A line of events.jsonl. Fields named ``_s`` are seconds, bytes are counts; None: not known. `time`: Unix seconds;
+    the recorder sets it. `attempt`: the run's attempt; the recorder sets it. `extra`: keys of the line that the class
+    does not declare, as a newer release may write them.
     """
 
     time: float | None = None

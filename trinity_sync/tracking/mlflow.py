@@ -31,11 +31,8 @@ _ENDINGS = {"completed": "FINISHED", "failed": "FAILED", "interrupted": "KILLED"
 
 class MlflowTracker(ProcessTracker):
     """Logs the metrics to one run of an experiment, which a resume continues, and the config as its parameters.
-
-    Args:
-        experiment: the experiment's name; created if missing.
-        uri: tracking server or store; None: ``MLFLOW_TRACKING_URI``, or else a database in the run's folder.
-        timeout_s: see `Tracker`.
+    `experiment`: the experiment's name; created if missing. `uri`: tracking server or store; None:
+    ``MLFLOW_TRACKING_URI``, or else a database in the run's folder. `timeout_s`: see `Tracker`.
     """
 
     def __init__(self, experiment: str, uri: str | None = None, timeout_s: float = 60.0) -> None:

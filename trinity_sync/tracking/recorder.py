@@ -22,7 +22,7 @@ from trinity_sync.host.interrupts import shielded
 from trinity_sync.host.logs import flush_logs, log_failure, story
 from trinity_sync.host.masking import without_hidden
 from trinity_sync.host.origin import error_text, origin
-from trinity_sync.tracking import json_lines
+from trinity_sync.tracking import json_lines, run_end
 from trinity_sync.tracking.events import (
     Event,
     FaultEvent,
@@ -36,14 +36,6 @@ from trinity_sync.tracking.events import (
 )
 from trinity_sync.tracking.json_lines import plain
 from trinity_sync.tracking.live import LiveView, Mode
-from trinity_sync.tracking.run_end import (
-    ResumeCommand,
-    beginning_text,
-    ending_text,
-    event_text,
-    render_summary,
-    step_text,
-)
 from trinity_sync.tracking.run_record import RunFolder, RunRecord, Status, VersionJson
 from trinity_sync.tracking.run_state import RunState
 from trinity_sync.tracking.summary import Summary, summarise, version_digests, wall_seconds, write_summary
@@ -75,7 +67,7 @@ class Recorder:
         *,
         total_steps: int | None,
         report: Callable[[Path], object] | None,
-        resume: ResumeCommand | None,
+        resume: run_end.ResumeCommand | None,
         checkpoints: Path | None,
         clock: Callable[[], float],
     ) -> None:
@@ -110,7 +102,7 @@ class Recorder:
         view: Mode = "auto",
         trackers: Iterable[Tracker] = (),
         report: Callable[[Path], object] | None = None,
-        resume: ResumeCommand | None = None,
+        resume: run_end.ResumeCommand | None = None,
         checkpoints: Path | None = None,
         console: Console | None = None,
         clock: Callable[[], float] = time.time,
@@ -144,7 +136,7 @@ class Recorder:
                 json_lines.cut_after(folder.events, resumed_from, key=event_line_step)
                 _cut_samples(folder.samples, resumed_from)
             record.start()
-            story.info("%s", beginning_text(record.to_json(), name, subtitle))
+            story.info("%s", run_end.beginning_text(record.to_json(), name, subtitle))
             state = RunState(total_steps, title=name, subtitle=subtitle)
             if resumed_from is not None:
                 for line in merged_lines(json_lines.read(folder.events), json_lines.read(folder.metrics)):
@@ -187,7 +179,7 @@ class Recorder:
         numbers = {name: plain(value) for name, value in {**(values or {}), **more}.items()}
         line = {"attempt": self.attempt, "step": int(step), "time": self._clock(), **numbers}
         self._metrics.append(line)
-        story.info("%s", step_text(int(step), numbers))
+        story.info("%s", run_end.step_text(int(step), numbers))
         self._trackers.log(int(step), numbers)
         self.view.take(line)
 
@@ -258,11 +250,11 @@ class Recorder:
             attempt(self._add_late)
             attempt(conclude)
         self._write_report()
-        story.info("%s", ending_text(status, error, summary))
+        story.info("%s", run_end.ending_text(status, error, summary))
         flush_logs()
         if summary is not None:
             folder, total = self.folder.path, self._total
-            self._print(render_summary(summary, folder, total_steps=total, error=error, resume=self._resume))
+            self._print(run_end.render_summary(summary, folder, total_steps=total, error=error, resume=self._resume))
         if refused:
             raise refused[0]
 
@@ -304,7 +296,9 @@ class Recorder:
         with self._lock:
             if self._finished:
                 return False
-            story.log(logging.WARNING if isinstance(event, FaultEvent) else logging.INFO, "%s", event_text(event))
+            story.log(
+                logging.WARNING if isinstance(event, FaultEvent) else logging.INFO, "%s", run_end.event_text(event)
+            )
             line = event_line(event)
             self._events.append(line)
         self._trackers.event(line)
@@ -315,7 +309,7 @@ class Recorder:
         """Record a fault of a tracker. Trackers end after the run's record: their last faults wait for `finish`."""
         event = FaultEvent(time=self._clock(), attempt=self.attempt, where=where, error=without_hidden(error))
         if not self._record_event(event):
-            story.warning("%s", event_text(event))
+            story.warning("%s", run_end.event_text(event))
             self._late.append(event)
 
     def _add_late(self) -> None:

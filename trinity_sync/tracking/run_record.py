@@ -14,7 +14,6 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from types import TracebackType
 from typing import Literal, TypedDict, TypeGuard, cast
@@ -23,6 +22,7 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.host import hardware
 from trinity_sync.host.durable import make_folder, write_all
 from trinity_sync.host.locks import open_lock, try_lock
+from trinity_sync.host.package_source import installed_version
 from trinity_sync.tracking.json_lines import write_json
 
 Status = Literal["running", "completed", "failed", "interrupted"]
@@ -302,13 +302,8 @@ def run_id(path: Path) -> str:
 
 def package_versions() -> dict[str, str]:
     """Return the versions of Python and of the `PACKAGES` that are installed, without importing them."""
-    found = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    return found
+    found = {name: version for name in PACKAGES if (version := installed_version(name)) is not None}
+    return {"python": platform.python_version(), **found}
 
 
 def git_state(folder: Path) -> GitState | None:

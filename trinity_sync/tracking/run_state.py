@@ -6,18 +6,7 @@ import statistics
 from collections import deque
 from dataclasses import dataclass
 
-from trinity_sync.tracking import json_lines, units
-from trinity_sync.tracking.events import (
-    CommitEvent,
-    Event,
-    FaultEvent,
-    LoadEvent,
-    LogLine,
-    PhaseEvent,
-    PublishEvent,
-    SaveEvent,
-    line_time,
-)
+from trinity_sync.tracking import events, json_lines, units
 from trinity_sync.tracking.json_lines import Record
 from trinity_sync.tracking.summary import is_late
 
@@ -70,7 +59,7 @@ class RunState:
         self.rewards: list[float] = []
         self.losses: list[float] = []
         self.metrics: Record = {}
-        self.committed: CommitEvent | None = None
+        self.committed: events.CommitEvent | None = None
         self.committed_at = 0.0
         self.begin(0, began)
 
@@ -79,8 +68,8 @@ class RunState:
         self.attempt, self.began = attempt, at
         self.stepped: float | None = None
         self.phases: list[tuple[str, float]] = []
-        self.published: PublishEvent | None = None
-        self.loaded: LoadEvent | None = None
+        self.published: events.PublishEvent | None = None
+        self.loaded: events.LoadEvent | None = None
         self.held: dict[str, int] = {}
         self.saving: int | None = None
         self.faults = 0
@@ -88,18 +77,18 @@ class RunState:
         self.dropped = 0.0
         self._timed: deque[_TimedStep] = deque(maxlen=_TIMED_STEPS)
 
-    def take(self, line: LogLine, now: float) -> None:
+    def take(self, line: events.LogLine, now: float) -> None:
         """Take an event, or the metrics of a step; unknown lines are ignored. `now`: Unix seconds, for a line without a
         time.
         """
-        at = line_time(line)
+        at = events.line_time(line)
         at = now if at is None else at
-        attempt = line.attempt if isinstance(line, Event) else line.get("attempt")
+        attempt = line.attempt if isinstance(line, events.Event) else line.get("attempt")
         if isinstance(attempt, int) and attempt != self.attempt:
             if attempt < self.attempt:
                 return
             self.begin(attempt, at)
-        if isinstance(line, Event):
+        if isinstance(line, events.Event):
             self._take_event(line, at)
         else:
             self._take_step(line, at)
@@ -119,22 +108,22 @@ class RunState:
                 course.append(value)
         self.dropped += units.finite(line.get("samples/dropped")) or 0.0
 
-    def _take_event(self, event: Event, at: float) -> None:
+    def _take_event(self, event: events.Event, at: float) -> None:
         match event:
-            case PhaseEvent():
+            case events.PhaseEvent():
                 self.phases.append((event.what, at))
-            case PublishEvent():
+            case events.PublishEvent():
                 self.published = event
-            case LoadEvent():
+            case events.LoadEvent():
                 self.loaded = event
                 self.held[event.explorer] = event.version
-            case SaveEvent():
+            case events.SaveEvent():
                 self.saving = event.step
-            case CommitEvent(kind="full"):
+            case events.CommitEvent(kind="full"):
                 self.committed, self.committed_at = event, at
                 if self.saving is not None and self.saving <= event.step:
                     self.saving = None
-            case FaultEvent():
+            case events.FaultEvent():
                 self.faults += 1
                 self.fault = Fault(where=event.where, error=event.error, at=at)
 

@@ -107,12 +107,9 @@ class RowFigures(TypedDict):
 
 
 class ShapesFigures(TypedDict):
-    """The cost of a version where only bytes are moved (`workload=bytes`).
-
-    Args:
-        share: of the bytes of the whole model.
-        gb_s: bytes of a version divided by the median times of its publish and its load, GB/s.
-        copies: the same time in copies of these bytes by one thread, at the speed measured for each version; median.
+    """The cost of a version where only bytes are moved (`workload=bytes`). `share`: of the bytes of the whole model.
+    `gb_s`: bytes of a version divided by the median times of its publish and its load, GB/s. `copies`: the same time in
+    copies of these bytes by one thread, at the speed measured for each version; median.
     """
 
     share: float
@@ -447,12 +444,9 @@ ABS_DIFF, ABS_DIFF_MAX = "rollout_corr/log_prob_abs_diff", "rollout_corr/log_pro
 
 
 class MismatchFigures(TypedDict):
-    """Difference of the samplers' log-probs from the trainer's; None: no step measured it.
-
-    Args:
-        kl, k3_kl: estimators of the divergence of the trainer from the sampler, in nats per token; means of the steps.
-        log_prob_abs_diff: absolute difference of a token's log-probs; mean of the steps.
-        log_prob_abs_diff_max: the largest of all steps.
+    """Difference of the samplers' log-probs from the trainer's; None: no step measured it. `kl`, `k3_kl`: estimators of
+    the divergence of the trainer from the sampler, in nats per token; means of the steps. `log_prob_abs_diff`: absolute
+    difference of a token's log-probs; mean of the steps. `log_prob_abs_diff_max`: the largest of all steps.
     """
 
     kl: float | None
@@ -533,12 +527,9 @@ def put_to_steps(metrics: Sequence[Record]) -> list[Record]:
 
 
 class DeltaFigures(TypedDict):
-    """Medians over versions and over loads by deltas; None: not measured.
-
-    Args:
-        bytes: that such a load moved.
-        pays_below: bytes a second of the link at which deltas take as long as whole versions.
-        by_layer: for each third of the versions, such as ``1-20``: mean share of the elements that changed, by layer.
+    """Medians over versions and over loads by deltas; None: not measured. `bytes`: that such a load moved.
+    `pays_below`: bytes a second of the link at which deltas take as long as whole versions. `by_layer`: for each third
+    of the versions, such as ``1-20``: mean share of the elements that changed, by layer.
     """
 
     bytes: float | None

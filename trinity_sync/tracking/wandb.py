@@ -11,16 +11,7 @@ from typing import TYPE_CHECKING, Literal, cast
 from urllib.parse import urlsplit
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.tracking.trackers import (
-    COLUMNS,
-    ProcessTracker,
-    TrackedRun,
-    cells,
-    has_login,
-    kept_id,
-    lacking,
-    name_of,
-)
+from trinity_sync.tracking import trackers
 
 if TYPE_CHECKING:
     from wandb import Run
@@ -30,7 +21,7 @@ Mode = Literal["online", "offline", "disabled"]
 _LOGINS = ("WANDB_API_KEY", "WANDB_IDENTITY_TOKEN_FILE", "WANDB_ANONYMOUS")
 
 
-class WandbTracker(ProcessTracker):
+class WandbTracker(trackers.ProcessTracker):
     """Sends the metrics to one run of a project, which a resume continues.
 
     Args:
@@ -67,21 +58,21 @@ class WandbTracker(ProcessTracker):
                     return
         host = urlsplit(os.environ.get("WANDB_BASE_URL") or "https://api.wandb.ai").netloc
         files = [os.environ["NETRC"]] if os.environ.get("NETRC") else ["~/.netrc", "~/_netrc"]
-        if not any(has_login(file, host) for file in files):
+        if not any(trackers.has_login(file, host) for file in files):
             raise ConfigError(
                 f"tracker.wandb.mode is online, but there is no login for {host}: log in by `wandb login`, set "
                 "WANDB_API_KEY, or set tracker.wandb.mode=offline"
             )
 
-    def start(self, run: TrackedRun) -> None:
+    def start(self, run: trackers.TrackedRun) -> None:
         """Open the run, the earlier one on a resume."""
         try:
             import wandb
         except ImportError as error:
-            raise lacking("wandb") from error
+            raise trackers.lacking("wandb") from error
         try:
             self._run = wandb.init(
-                id=kept_id(run, "wandb"),
+                id=trackers.kept_id(run, "wandb"),
                 resume="allow",
                 name=run.name,
                 dir=str(run.folder),
@@ -108,8 +99,8 @@ class WandbTracker(ProcessTracker):
 
         assert self._run is not None, "`start` comes first"
         # Columns may mix types, as numbers and a missing `exact`.
-        table = wandb.Table(columns=list(COLUMNS), data=cells(rows), allow_mixed_types=True)
-        self._run.log({name_of(rows): table, "step": step})
+        table = wandb.Table(columns=list(trackers.COLUMNS), data=trackers.cells(rows), allow_mixed_types=True)
+        self._run.log({trackers.name_of(rows): table, "step": step})
 
     def close(self) -> None:
         """Finish the run; wait for uploads."""

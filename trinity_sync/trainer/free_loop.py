@@ -96,12 +96,8 @@ _ENDED_S = 10.0
 
 
 class FreeLoop:
-    """Drives a run from its first step to its last.
-
-    Args:
-        mode: the sync mode, for `publish` only.
-        stop: once set, the current step is finished and saved, and is the last.
-        validator: None: no validation.
+    """Drives a run from its first step to its last. `mode`: the sync mode, for `publish` only. `stop`: once set, the
+    current step is finished and saved, and is the last. `validator`: None: no validation.
     """
 
     def __init__(

@@ -76,13 +76,9 @@ class Validator(Protocol):
 
 
 class TrainingLoop:
-    """Drives a run from its first step to its last.
-
-    Args:
-        restored: where explorers begin with another version than the trainer's: its step, and the function that fills a
-            slot with it.
-        stop: once set, the current step is finished and saved, and is the last.
-        validator: called after each publish; None: no validation.
+    """Drives a run from its first step to its last. `restored`: where explorers begin with another version than the
+    trainer's: its step, and the function that fills a slot with it. `stop`: once set, the current step is finished and
+    saved, and is the last. `validator`: called after each publish; None: no validation.
     """
 
     def __init__(

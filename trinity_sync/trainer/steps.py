@@ -442,12 +442,9 @@ _SAMPLES, _OF_EACH = 32, 4
 
 
 class AgreementCheck:
-    """Measures each explorer once, by samples of the version that the trainer holds.
-
-    Args:
-        bound: of the mean difference, nats.
-        refuse: a larger difference ends the run; otherwise it is a fault.
-        timeout_s: limit of the measurement, seconds.
+    """Measures each explorer once, by samples of the version that the trainer holds. `bound`: of the mean difference,
+    nats. `refuse`: a larger difference ends the run; otherwise it is a fault. `timeout_s`: limit of the measurement,
+    seconds.
     """
 
     def __init__(

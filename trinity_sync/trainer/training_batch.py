@@ -42,15 +42,10 @@ def share(
     """Return the indices of the sequences that a data-parallel rank trains on, mini-batch after mini-batch.
 
     Mini-batch m is the m-th contiguous block of the sorted samples, divided evenly over the ranks, so the samples of an
-    optimizer step do not depend on the number of ranks.
-
-    Args:
-        rank, ranks: the data-parallel rank and the number of them.
-        balanced: tokens of each sequence, to give ranks about as many tokens of each mini-batch in equally many
-            sequences; None: each rank has a contiguous block.
-
-    Raises:
-        ValueError: `count` does not divide by `ranks` x `mini_batches`.
+    optimizer step do not depend on the number of ranks. `rank`, `ranks`: the data-parallel rank and the number of them.
+    `balanced`: tokens of each sequence, to give ranks about as many tokens of each mini-batch in equally many
+    sequences; None: each rank has a contiguous block. Raises ValueError: `count` does not divide by `ranks` x
+    `mini_batches`.
     """
     if count % (ranks * mini_batches):
         raise ValueError(f"{count} sequences do not divide into {mini_batches} mini-batches over {ranks} ranks")

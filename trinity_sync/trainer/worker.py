@@ -385,15 +385,10 @@ def reference_digest(path: str) -> str:
 
 
 def step_metrics(metrics: Mapping[str, Any], *, recomputed: bool) -> dict[str, float]:
-    """Reduce verl's metrics of a step to one number each.
-
-    Args:
-        metrics: of verl's `train_mini_batch`: a number or a `Metric`, or a list with one entry per optimizer step. The
-            result is the mean of a list, or the maximum if the name ends with ``_max``. Of ``grad_norm`` only finite
-            entries count: an optimizer step with another one was skipped.
-
-    Returns:
-        By name, and under `SKIPPED` the number of skipped optimizer steps.
+    """Reduce verl's metrics of a step to one number each. `metrics`: of verl's `train_mini_batch`: a number or a
+    `Metric`, or a list with one entry per optimizer step. The result is the mean of a list, or the maximum if the name
+    ends with ``_max``. Of ``grad_norm`` only finite entries count: an optimizer step with another one was skipped.
+    Returns by name, and under `SKIPPED` the number of skipped optimizer steps.
     """
     if not recomputed:
         metrics = {name: values[:1] if name.startswith(MISMATCH) else values for name, values in metrics.items()}

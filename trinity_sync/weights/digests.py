@@ -128,11 +128,8 @@ class RowPlan:
         Whole rows are digested in place. Rows split over several of the parts are assembled first; incomplete ones are
         copied into fragments.
 
-        Raises LayoutError if a segment is too small.
-
-        Args:
-            pool: threads; without the native library for long rows only.
-            processes: for other rows, with the files of the segments.
+        Raises LayoutError if a segment is too small. `pool`: threads; without the native library for long rows only.
+        `processes`: for other rows, with the files of the segments.
         """
         parts = zip(self._layouts, segments, strict=True)
         views = [np.asarray(layout.view(segment)) for layout, segment in parts]

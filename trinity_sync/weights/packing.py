@@ -162,11 +162,9 @@ class WholeTensors:
     """The place of each whole tensor of a version, computed once for the layouts.
 
     A tensor is in the part that holds all of it in its dtype, or else in a further segment where it is assembled.
-
-    Args:
-        layouts: of all parts; together they hold every tensor once (`check_cover`).
-        dtypes: Hugging Face name -> the dtype of the whole tensor, to which the published one can be cast.
-        together: the layout of the further segment. It does not depend on the order of the layouts.
+    `layouts`: of all parts; together they hold every tensor once (`check_cover`). `dtypes`: Hugging Face name -> the
+    dtype of the whole tensor, to which the published one can be cast. `together`: the layout of the further segment. It
+    does not depend on the order of the layouts.
     """
 
     def __init__(self, layouts: Sequence[PartLayout], dtypes: Mapping[str, torch.dtype]) -> None:

@@ -95,12 +95,9 @@ class PartEncoder:
     """Encodes the versions of one part, each against the one before.
 
     It keeps the digests of the last version's pieces and the logs of the open spans, at most an eighth of the part for
-    each length; the versions themselves stay where the caller has them.
-
-    Args:
-        codec: a name of `delta.CODECS`, or ``auto``: that of the fewest bytes, ``class_gap``, or ``gap8z`` without
-            the native library.
-        spans: lengths in versions of the merged deltas.
+    each length; the versions themselves stay where the caller has them. `codec`: a name of `delta.CODECS`, or ``auto``:
+    that of the fewest bytes, ``class_gap``, or ``gap8z`` without the native library. `spans`: lengths in versions of
+    the merged deltas.
     """
 
     def __init__(self, layout: PartLayout, codec: str, spans: Sequence[int] = SPANS) -> None:
@@ -120,12 +117,9 @@ class PartEncoder:
     def encode(
         self, base: Point, version: Point, segments: tuple[Segment, Segment], pool: Executor
     ) -> list[EncodedDelta]:
-        """Return the deltas that end at `version`: the one from `base`, and those of the spans that end here.
-
-        Args:
-            base, version: where `base` is not the version of the last call, spans begin anew.
-            segments: the part's bytes of both. They do not change during the call.
-            pool: encodes the pieces.
+        """Return the deltas that end at `version`: the one from `base`, and those of the spans that end here. `base`,
+        `version`: where `base` is not the version of the last call, spans begin anew. `segments`: the part's bytes of
+        both. They do not change during the call. `pool`: encodes the pieces.
         """
         old, new = (_arrays(self._layout, segment) for segment in segments)
         if base != self._last:
@@ -233,11 +227,9 @@ class PartDelta:
         *,
         checked: bool = True,
     ) -> None:
-        """Make the newer version of a part in place; after a DeltaError it is neither of the two.
-
-        Args:
-            after: the delta that was applied last, whose result is not digested once more.
-            checked: False: digests of the result are not compared, as more deltas follow.
+        """Make the newer version of a part in place; after a DeltaError it is neither of the two. `after`: the delta
+        that was applied last, whose result is not digested once more. `checked`: False: digests of the result are not
+        compared, as more deltas follow.
         """
 
         def change(number: int, piece: Elements, delta_of: Part | None, dtype: str) -> None:
@@ -336,11 +328,8 @@ def find_route(
     most: float | None = None,
 ) -> Route | None:
     """Return the route of the fewest bytes to a version, from the held version or from a full one of so many bytes;
-    None: no deltas lead there, or so many that to send the version in full costs less.
-
-    Args:
-        index_of: what leads to a version; None: nothing.
-        most: limit of the bytes; None: those of two full versions.
+    None: no deltas lead there, or so many that to send the version in full costs less. `index_of`: what leads to a
+    version; None: nothing. `most`: limit of the bytes; None: those of two full versions.
     """
     most = 2 * full_bytes if most is None else most
     todo: list[tuple[int, Point, Route]] = [(0, version, Route((), None))]

@@ -50,11 +50,8 @@ def write_shard_file(
 
     The file at `path` is replaced; on an error none is left.
 
-    Raises LayoutError if the buffer is too small.
-
-    Args:
-        metadata: further texts for its metadata.
-        fsync: the bytes are on disk when this returns (the caller syncs the folder).
+    Raises LayoutError if the buffer is too small. `metadata`: further texts for its metadata. `fsync`: the bytes are on
+    disk when this returns (the caller syncs the folder).
     """
     data = layout.view(buffer)
     header = _header(layout, metadata)
@@ -280,11 +277,8 @@ def write_image(path: Path, extents: Sequence[Extent], segment: Segment, *, dura
 
     The node agent calls it, so it needs no torch.
 
-    Raises ImageError if an extent reaches beyond the file or the segment, or into the extent before.
-
-    Args:
-        extents: ascending in the file, without overlap.
-        durable: the bytes are on disk when this returns.
+    Raises ImageError if an extent reaches beyond the file or the segment, or into the extent before. `extents`:
+    ascending in the file, without overlap. `durable`: the bytes are on disk when this returns.
     """
     if not extents:
         return digest_file(path, durable=durable)

@@ -159,13 +159,8 @@ class SlotArena:
 
 def map_segment(path: str | Path, nbytes: int, writable: bool = False, populate: bool = True) -> mmap.mmap:
     """Map a segment (from `SlotArena.path`) that another process created; shared, `nbytes` long (at least one byte).
-
-    Args:
-        writable: to stage into it.
-        populate: have all its pages in place, else each is mapped at its first use.
-
-    Raises:
-        SegmentError: the file is gone or too small.
+    `writable`: to stage into it. `populate`: have all its pages in place, else each is mapped at its first use. Raises
+    SegmentError: the file is gone or too small.
     """
     try:
         descriptor = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)

@@ -243,13 +243,9 @@ class Copying:
     """A copy of tensors into existing host memory, on the training thread or in the background.
 
     CUDA tensors are copied on a side stream of their device, which waits for the work enqueued on the current stream
-    before the constructor; the targets should be page-locked.
-
-    Args:
-        pairs: a source and its target on the host, contiguous and of the same shape and dtype. The sources must not
-            change until `wait_until_copied` returns. The copying thread iterates over them.
-        devices: of the sources.
-        what: names the copy in errors, such as ``"the state of step 20"``.
+    before the constructor; the targets should be page-locked. `pairs`: a source and its target on the host, contiguous
+    and of the same shape and dtype. The sources must not change until `wait_until_copied` returns. The copying thread
+    iterates over them. `devices`: of the sources. `what`: names the copy in errors, such as ``"the state of step 20"``.
     """
 
     def __init__(

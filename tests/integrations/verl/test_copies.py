@@ -76,7 +76,8 @@ def take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(module, "together", lambda what, work: [work()])
     monkeypatch.setattr(module, "sharded", lambda *_, **__: nullcontext())
     made: list[int] = []
-    monkeypatch.setattr(module, "metadata", lambda manager: made.append(manager.rank) or {"config.json": b"{}"})
+    files = {"config.json": b"{}"}
+    monkeypatch.setattr(module.model_files, "metadata", lambda manager: made.append(manager.rank) or files)
     random = {"numpy": 3}
     managers: list[Any] = [
         SimpleNamespace(rank=rank, world_size=2, model=Mock(), lr_scheduler=None, get_rng_state=lambda: random)
@@ -118,7 +119,7 @@ def test_what_is_given_up_or_waited_for_is_the_copy(take: Any, monkeypatch: pyte
 
 
 def test_an_export_changes_no_more_when_training_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "empty_model", lambda model, dtype: dtype)
+    monkeypatch.setattr(module.model_files, "empty_model", lambda model, dtype: dtype)
     manager: Any = SimpleNamespace(rank=1, model=None)
     live = {"position_ids": torch.arange(3), "weight": torch.ones(3, dtype=torch.bfloat16)}
     dtype, state = FsdpCopies(manager, 1.0, lazily=False)._export(iter(live.items()))

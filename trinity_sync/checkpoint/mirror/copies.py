@@ -30,13 +30,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
 from trinity_sync.checkpoint.folder import catalog, commits, contents, deletion, leases
-from trinity_sync.checkpoint.folder.contents import (
-    Manifest,
-    ManifestError,
-    NewerFormatError,
-    UnreadableError,
-    read_manifest,
-)
 from trinity_sync.checkpoint.folder.deletion import facts_of
 from trinity_sync.checkpoint.folder.owner import MARK, Owner, Recorded, refusal
 from trinity_sync.errors import RunError
@@ -176,7 +169,7 @@ class Mirror:
         if mark.run != self._owner.run or mark.session != self._owner.session:
             raise ForeignError(f"it was taken over by {mark}")
 
-    def _is_ours(self, manifest: Manifest) -> bool:
+    def _is_ours(self, manifest: contents.Manifest) -> bool:
         return manifest.run in (None, self._owner.run)
 
     def _unfinished(self, step: int) -> bool:
@@ -193,13 +186,13 @@ class Mirror:
         """List the steps of all folders at the place, complete or not, ascending."""
         return sorted(step for name in self._storage.folders() if (step := contents.step_of(name)) is not None)
 
-    def manifest(self, step: int) -> Manifest | None:
+    def manifest(self, step: int) -> contents.Manifest | None:
         """Read the manifest of a step; None: there is none. Raises NewerFormatError, ManifestError."""
         name = f"{_folder(step)}/{contents.MANIFEST}"
         try:
             text = self._storage.read(name)
         except UnicodeDecodeError as error:
-            raise ManifestError(f"{name} is not valid: {error}") from None
+            raise contents.ManifestError(f"{name} is not valid: {error}") from None
         return contents.parse_manifest(text, name, step) if text is not None else None
 
     def missing(self, root: Path, steps: Collection[int]) -> list[int]:
@@ -209,18 +202,18 @@ class Mirror:
         found = []
         for step in sorted(steps):
             copy = None
-            with suppress(ManifestError):  # the upload says what is wrong
+            with suppress(contents.ManifestError):  # the upload says what is wrong
                 copy = self.manifest(step)
             try:
-                if read_manifest(contents.step_dir(root, step)) != copy:
+                if contents.read_manifest(contents.step_dir(root, step)) != copy:
                     found.append(step)
-            except UnreadableError:  # now; the upload waits for it
+            except contents.UnreadableError:  # now; the upload waits for it
                 found.append(step)
-            except ManifestError:
+            except contents.ManifestError:
                 pass
         return found
 
-    def versions(self) -> list[Manifest]:
+    def versions(self) -> list[contents.Manifest]:
         """List the manifests of versions of the run whose mark the place has, the newest of the latest attempt first.
         Raises ForeignError, NewerFormatError, UnreadableError.
         """
@@ -236,7 +229,7 @@ class Mirror:
         already are not sent. Raises DamagedError, ForeignError, ManifestError.
         """
         self._check_mine()
-        manifest = read_manifest(contents.step_dir(root, step))
+        manifest = contents.read_manifest(contents.step_dir(root, step))
         folder = _folder(step)
         copy = self._sound(step)
         present = self._storage.files(folder)
@@ -263,7 +256,7 @@ class Mirror:
         self._name_newest(manifest, start)
         return sum(entry.bytes for entry in sent)
 
-    def _noted(self, step: int, manifest: Manifest) -> set[str]:
+    def _noted(self, step: int, manifest: contents.Manifest) -> set[str]:
         """Return the files that an earlier try has sent of the same checkpoint."""
         note = self._note(step) or {}
         files = note.get("files")
@@ -281,14 +274,14 @@ class Mirror:
         noted = {"run": self._owner.run, "self": digest, "files": sorted(files)}
         self._storage.write(f"{_folder(step)}/{UPLOADING}", json.dumps(noted))
 
-    def _abandoned(self, step: int) -> Manifest | None:
+    def _abandoned(self, step: int) -> contents.Manifest | None:
         name = f"{_folder(step)}/{ABANDONED}"
         text = self._storage.read(name)
-        with suppress(ManifestError):
+        with suppress(contents.ManifestError):
             return None if text is None else contents.parse_manifest(text, name, step)
         return None
 
-    def _send(self, source: Path, manifest: Manifest, arrived: set[str]) -> list[FileEntry]:
+    def _send(self, source: Path, manifest: contents.Manifest, arrived: set[str]) -> list[FileEntry]:
         folder, lock = _folder(manifest.step), threading.Lock()
         rest = [entry for entry in manifest.files if entry.path not in arrived]
 
@@ -305,20 +298,20 @@ class Mirror:
         self._side_by_side(send, rest)
         return rest
 
-    def _check_sizes(self, manifest: Manifest) -> None:
+    def _check_sizes(self, manifest: contents.Manifest) -> None:
         present = self._storage.files(_folder(manifest.step))
         for entry in manifest.files:
             if present.get(entry.path) != entry.bytes:
                 raise OSError(f"{entry.path} arrived with {present.get(entry.path, 'no')} bytes, not {entry.bytes}")
 
-    def _name_newest(self, manifest: Manifest, start: int | None) -> None:
+    def _name_newest(self, manifest: contents.Manifest, start: int | None) -> None:
         """Abandon later steps of earlier attempts, and set the tracker to the newest of the others."""
         after = manifest.step if start is None else min(start, manifest.step)
         newest = manifest.step
         for step in self.steps():
             if step <= after or step == manifest.step:
                 continue
-            with suppress(ManifestError):
+            with suppress(contents.ManifestError):
                 copy = self.manifest(step)
                 if copy is None or not self._is_ours(copy):
                     continue
@@ -342,7 +335,7 @@ class Mirror:
         for step in self.steps():
             try:
                 manifest = self._sound(step)
-            except NewerFormatError:
+            except contents.NewerFormatError:
                 continue
             if manifest is not None and self._is_ours(manifest):
                 facts.append(facts_of(manifest, pins))
@@ -398,19 +391,19 @@ class Mirror:
             return manifest.step
         return None
 
-    def _candidates(self, newer_than: tuple[int, int] | None) -> Iterator[Manifest]:
+    def _candidates(self, newer_than: tuple[int, int] | None) -> Iterator[contents.Manifest]:
         """Yield the manifests, the newest of the latest attempt first. Raises NewerFormatError before one is skipped
         that cannot be parsed.
         """
-        found: list[Manifest] = []
-        unknown: dict[int, NewerFormatError] = {}
+        found: list[contents.Manifest] = []
+        unknown: dict[int, contents.NewerFormatError] = {}
         for step in reversed(self.steps()):
             try:
                 manifest = self.manifest(step)
-            except NewerFormatError as error:
+            except contents.NewerFormatError as error:
                 unknown[step] = error
                 continue
-            except ManifestError as error:
+            except contents.ManifestError as error:
                 self._say(f"the mirror's copy of step {step} is skipped: {error}")
                 continue
             if manifest is not None and not self._is_ours(manifest):
@@ -424,7 +417,7 @@ class Mirror:
                 yield manifest
         _refuse_past(unknown, step)
 
-    def fetch(self, root: Path, manifest: Manifest) -> None:
+    def fetch(self, root: Path, manifest: contents.Manifest) -> None:
         """Fetch the files of a manifest, which may be a part of those of a step. Raises DamagedError."""
         folder = _folder(manifest.step)
         staging = root / contents.STAGING / staged_name(manifest)
@@ -478,38 +471,38 @@ class Mirror:
             for future in done:
                 future.result()
 
-    def _sound(self, step: int) -> Manifest | None:
+    def _sound(self, step: int) -> contents.Manifest | None:
         """Read the manifest of a step; None: there is no valid one. Raises NewerFormatError."""
         try:
             return self.manifest(step)
-        except NewerFormatError:
+        except contents.NewerFormatError:
             raise
-        except ManifestError:
+        except contents.ManifestError:
             return None
 
 
-def _refuse_past(unknown: Mapping[int, NewerFormatError], step: int) -> None:
+def _refuse_past(unknown: Mapping[int, contents.NewerFormatError], step: int) -> None:
     """Raise the error of the newest one after a step, if there is one."""
     if unknown and max(unknown) > step:
         raise unknown[max(unknown)]
 
 
-def staged_name(manifest: Manifest) -> str:
+def staged_name(manifest: contents.Manifest) -> str:
     """Return the name of a step's folder while it is fetched."""
     return f"mirror-{manifest.step}-{manifest.attempt}"
 
 
-def point_of(manifest: Manifest) -> Point:
+def point_of(manifest: contents.Manifest) -> Point:
     """Return attempt and step."""
     return (manifest.attempt, manifest.step)
 
 
-def is_base(manifest: Manifest) -> bool:
+def is_base(manifest: contents.Manifest) -> bool:
     """Return whether a version's copy holds its whole weights."""
     return any(path.startswith(contents.WEIGHTS) for path in manifest.paths)
 
 
-def oldest_needed(versions: Collection[Manifest]) -> Point:
+def oldest_needed(versions: Collection[contents.Manifest]) -> Point:
     """Return the last base but one, from which on versions are kept: a follower that has begun with it can go on."""
     bases = sorted(point_of(one) for one in versions if is_base(one))
     return bases[-2] if len(bases) > 1 else (0, 0)

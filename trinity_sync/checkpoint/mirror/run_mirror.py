@@ -23,21 +23,9 @@ from typing import TYPE_CHECKING, Literal, TypedDict, TypeVar, cast
 
 import tenacity
 
+from trinity_sync.checkpoint.folder import contents
 from trinity_sync.checkpoint.folder.catalog import CheckpointInfo, scan
 from trinity_sync.checkpoint.folder.commits import keep_weights
-from trinity_sync.checkpoint.folder.contents import (
-    DELTAS,
-    MANIFEST,
-    Manifest,
-    ManifestError,
-    NewerFormatError,
-    UnreadableError,
-    file_entry,
-    link_or_copy,
-    read_manifest,
-    step_dir,
-    write_manifest,
-)
 from trinity_sync.checkpoint.folder.leases import CheckpointLease, lease_checkpoint, leased
 from trinity_sync.checkpoint.folder.owner import Owner, Recorded, manifests
 from trinity_sync.checkpoint.mirror.copies import DamagedError, ForeignError, Mirror, Storage, oldest_needed, point_of
@@ -47,7 +35,7 @@ from trinity_sync.host.child_process import Channel, Child, start_child
 from trinity_sync.host.logs import log_failure
 from trinity_sync.host.masking import shown, without_secrets
 from trinity_sync.host.origin import shortened
-from trinity_sync.host.threads import run_when_idle
+from trinity_sync.host.threads import comes_true, run_when_idle
 from trinity_sync.host.urls import are_same
 from trinity_sync.models.files import ModelFiles
 from trinity_sync.protocol.parts import FileEntry
@@ -166,8 +154,8 @@ class RunMirror:
                 f"try again when it can be reached, or begin again at step 1 with --from-scratch"
             ) from error
         self.settings = replace(self.settings, marked=True)
-        if isinstance(found, NewerFormatError):
-            raise NewerFormatError(f"the mirror {self.name}: {found}")
+        if isinstance(found, contents.NewerFormatError):
+            raise contents.NewerFormatError(f"the mirror {self.name}: {found}")
         return found
 
     def finish(self, monitor: MonitorClient, limit_s: float, fault: Callable[[str, str], None]) -> None:
@@ -356,10 +344,10 @@ class Uploads:
         """Lease a step's checkpoint; None: retention has deleted it. Raises MirrorError, RunError."""
         try:
             return lease_checkpoint(self._root, step, reader="mirror", seconds=_LEASE_S, clock=self._clock)
-        except (UnreadableError, OSError) as error:
+        except (contents.UnreadableError, OSError) as error:
             raise MirrorError(str(error)) from error
         except RunError:
-            if step_dir(self._root, step).exists():
+            if contents.step_dir(self._root, step).exists():
                 raise
             return None
 
@@ -429,11 +417,11 @@ class VersionCopies:
         start: int | None,
         report: Callable[[MirrorEvent | FaultEvent], object],
     ) -> None:
-        self._root, self._store = checkpoints / DELTAS / OUTGOING, store
+        self._root, self._store = checkpoints / contents.DELTAS / OUTGOING, store
         self._model = model
         self._report = partial(_report_to, report)
         self._lost: dict[int, str] = {}  # by step: why its files are not here
-        self._base: Manifest | None = None
+        self._base: contents.Manifest | None = None
         shutil.rmtree(self._root, ignore_errors=True)
         self._todo = SimpleQueue[tuple[Future[None], Version, str | None, Path] | None]()
         # not of a pool, whose threads keep the process alive, also where a disk does not answer
@@ -444,14 +432,14 @@ class VersionCopies:
         )
 
     def add(self, version: Version, digest: str | None, full: Path | None, deltas: Sequence[Path]) -> None:
-        folder = step_dir(self._root, version.step)
+        folder = contents.step_dir(self._root, version.step)
         self._completing = self._incomplete()
         try:
             shutil.rmtree(folder, ignore_errors=True)
             if full is not None:
                 keep_weights(full, folder, durable=False)
             for path in deltas:
-                link_or_copy(path, folder / DELTA_FILES / path.name)
+                contents.link_or_copy(path, folder / DELTA_FILES / path.name)
         except (OSError, TrinityError) as error:
             self._give_up(version.step, folder, error)
             return
@@ -460,9 +448,7 @@ class VersionCopies:
 
     def finish(self, limit_s: float) -> Mapping[int, str]:
         """Wait for the copies under way, at most so long, and stop; return the steps that are not there, and why."""
-        deadline = time.monotonic() + limit_s
-        while (self._incomplete() or self._uploads.busy) and time.monotonic() < deadline:
-            time.sleep(_POLL_S)
+        comes_true(lambda: not (self._incomplete() or self._uploads.busy), limit_s, _POLL_S)
         for future in self._completing.values():
             future.cancel()
         self._todo.put(None)
@@ -485,13 +471,13 @@ class VersionCopies:
     def _complete(self, version: Version, digest: str | None, folder: Path) -> None:
         """Write the manifest of a version, and have it copied."""
         try:
-            weights = self._add_model(folder) if (folder / MANIFEST).exists() else ()
+            weights = self._add_model(folder) if (folder / contents.MANIFEST).exists() else ()
             if self._base is None:
                 raise RunError("the full version before it could not be copied")
             paths = [path for path in sorted(folder.glob("*/**/*")) if path.is_file()]
             names = [path.relative_to(folder).as_posix() for path in paths]
             digested = {entry.path for entry in weights}
-            files = (*weights, *(file_entry(folder, name) for name in names if name not in digested))
+            files = (*weights, *(contents.file_entry(folder, name) for name in names if name not in digested))
             manifest = replace(
                 self._base,
                 attempt=version.attempt,
@@ -501,7 +487,7 @@ class VersionCopies:
                 files=files,
                 run=self._store.owner.run,
             )
-            write_manifest(folder, manifest, durable=False)
+            contents.write_manifest(folder, manifest, durable=False)
             self._drop_superfluous()
         except Exception as error:  # such as a model's file that cannot be read: the version is not there, and said so
             self._give_up(version.step, folder, error)
@@ -510,7 +496,7 @@ class VersionCopies:
 
     def _add_model(self, folder: Path) -> Sequence[FileEntry]:
         """Add the model's files to a base; return its files of weights."""
-        manifest = read_manifest(folder)
+        manifest = contents.read_manifest(folder)
         if manifest.base is None and self._model is not None:  # an adapter is loaded without them
             ModelFiles.read(self._model).write(folder / "actor" / "huggingface")
         self._base = replace(manifest, files=())
@@ -522,11 +508,11 @@ class VersionCopies:
         oldest, copied = oldest_needed(waiting), leased(self._root, now=time.time())
         for one in waiting:
             if point_of(one) < oldest and (one.step, one.attempt) not in copied:
-                shutil.rmtree(step_dir(self._root, one.step), ignore_errors=True)
+                shutil.rmtree(contents.step_dir(self._root, one.step), ignore_errors=True)
 
     def _hear(self, event: MirrorEvent | FaultEvent) -> None:
         if isinstance(event, MirrorEvent) and event.state == "copied":
-            shutil.rmtree(step_dir(self._root, event.step), ignore_errors=True)
+            shutil.rmtree(contents.step_dir(self._root, event.step), ignore_errors=True)
         elif isinstance(event, MirrorEvent):
             text = f"step {event.step} was not copied: the run publishes versions faster than the place takes them"
             event = FaultEvent(where=f"copies to {self._store.name}", error=text)
@@ -582,12 +568,14 @@ def _copy(
     return sent, None
 
 
-def _fetch(mirror: Mirror, root: Path, newer_than: tuple[int, int], claim: _Claim) -> int | NewerFormatError | None:
+def _fetch(
+    mirror: Mirror, root: Path, newer_than: tuple[int, int], claim: _Claim
+) -> int | contents.NewerFormatError | None:
     """Call `Mirror.download`, and return a NewerFormatError, which would not change in a retry."""
     mirror.claim(**claim)
     try:
         return mirror.download(root, newer_than=newer_than)
-    except NewerFormatError as error:
+    except contents.NewerFormatError as error:
         return error
 
 
@@ -754,8 +742,8 @@ def serve(descriptor: int) -> None:
         mirror = Mirror(partial(Storage, place, options), owner, partial(send, "say"), partial(send, "progress"), key)
         send("done", work(mirror))
     except Exception as error:
-        lasting = ImportError | ManifestError | DamagedError | ForeignError
-        final = isinstance(error, lasting) and not isinstance(error, UnreadableError)
+        lasting = ImportError | contents.ManifestError | DamagedError | ForeignError
+        final = isinstance(error, lasting) and not isinstance(error, contents.UnreadableError)
         send("failed", described(error), final)
     # Clients leave threads and connections behind; the exit does not wait for them.
     os._exit(0)

@@ -19,20 +19,9 @@ import torch
 
 from trinity_sync.checkpoint.folder.contents import Manifest, NoManifestError, read_manifest
 from trinity_sync.checkpoint.folder.leases import find_adapter_config, find_config, weights_folder
+from trinity_sync.checkpoint.reading import verl_shards
 from trinity_sync.checkpoint.reading.distributed import megatron_folder, open_distributed, open_megatron
 from trinity_sync.checkpoint.reading.pieces import TensorInfo, TensorReader, WeightsError
-from trinity_sync.checkpoint.reading.verl_shards import (
-    adapter_form,
-    is_hugging_face,
-    merge,
-    open_hugging_face,
-    open_parts,
-    open_shards,
-    part_files,
-    read_adapter_config,
-    saved_form,
-    shard_files,
-)
 from trinity_sync.weights.digests import version_digest
 from trinity_sync.weights.tensors import digest_entry
 from trinity_sync.weights.wire import WireFormat
@@ -120,7 +109,7 @@ class Weights:
             )
         if base.adapter:
             raise WeightsError(f"{base.folder} is a LoRA adapter, and no base of one")
-        sources = merge(self._sources, self.adapter_config, base._sources, base.config)
+        sources = verl_shards.merge(self._sources, self.adapter_config, base._sources, base.config)
         return Weights(self.folder, f"{self.format}, merged into {base.folder}", base.config, None, sources)
 
 
@@ -149,26 +138,26 @@ def open_weights(folder: Path, config: Path | None = None, version: RestoredVers
     given, config = config, config or find_config(folder)
     sources: Mapping[str, TensorReader]
     saved = False  # the names are not those of `save_pretrained`
-    if files := shard_files(place):
-        name, sources = f"verl's files of {len(files)} ranks", open_shards(files)
+    if files := verl_shards.shard_files(place):
+        name, sources = f"verl's files of {len(files)} ranks", verl_shards.open_shards(files)
     elif (place / "dcp").is_dir():
         name, sources = "torch.distributed.checkpoint", open_distributed(place / "dcp", _MODEL_PREFIX)
     elif dist_ckpt := megatron_folder(place):
         if config is None:
             raise WeightsError(f"{dist_ckpt} holds a Megatron model, which cannot be read without its config.json")
         name, sources = "Megatron's distributed checkpoint", open_megatron(dist_ckpt, config)
-    elif files := part_files(place) if version is None else version.files:
-        name, sources, saved = f"weights of {len(files)} parts", open_parts(files), True
-    elif found := next((path for path in (place, place / "huggingface") if is_hugging_face(path)), None):
-        name, sources, saved = "Hugging Face", open_hugging_face(found), True
+    elif files := verl_shards.part_files(place) if version is None else version.files:
+        name, sources, saved = f"weights of {len(files)} parts", verl_shards.open_parts(files), True
+    elif found := next((path for path in (place, place / "huggingface") if verl_shards.is_hugging_face(path)), None):
+        name, sources, saved = "Hugging Face", verl_shards.open_hugging_face(found), True
         config = config or found
     else:
         raise WeightsError(_nothing(place))
-    adapter = adapter_form(sources, place)
+    adapter = verl_shards.adapter_form(sources, place)
     if adapter is not None:
         return Weights(folder, f"LoRA adapter, {name}", given, manifest, adapter, True, _config_of(folder, manifest))
     if config is not None and not saved:
-        sources = saved_form(sources, config)
+        sources = verl_shards.saved_form(sources, config)
     return Weights(folder, name, config, manifest, sources)
 
 
@@ -177,7 +166,7 @@ def _config_of(folder: Path, manifest: Manifest | None) -> Mapping[str, object] 
     if manifest is not None and manifest.base is not None and manifest.base.adapter is not None:
         return manifest.base.adapter
     path = find_adapter_config(folder)
-    return None if path is None else read_adapter_config(path)
+    return None if path is None else verl_shards.read_adapter_config(path)
 
 
 def _check_sizes(folder: Path, manifest: Manifest) -> None:

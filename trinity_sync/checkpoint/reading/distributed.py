@@ -196,11 +196,9 @@ def megatron_folder(place: Path) -> Path | None:
 
 def open_megatron(folder: Path, config: Path) -> dict[str, TensorReader]:
     """Open the tensors of a model that Megatron saved, under their Hugging Face names. Raises WeightsError if a file is
-    missing or damaged, or the model is not a known one.
-
-    Args:
-        folder: of a torch distributed checkpoint, with ``.metadata`` and ``metadata.json``.
-        config: folder with the model's ``config.json``, for heads and vocabulary, which the weights do not show.
+    missing or damaged, or the model is not a known one. `folder`: of a torch distributed checkpoint, with ``.metadata``
+    and ``metadata.json``. `config`: folder with the model's ``config.json``, for heads and vocabulary, which the
+    weights do not show.
     """
     try:
         fields = json.loads((config / CONFIG).read_text(encoding="utf-8"))

@@ -223,10 +223,8 @@ class CommittedSaves(Saves):
 
         Weights that are on disk already are not written again: those of step 0, those that `load_checkpoint` has just
         read, and those of a second call for the same step. An existing checkpoint of this step, of any run, is not
-        replaced: the weights are committed next to it, and deleted when this run does not need them any more.
-
-        Raises:
-            ConfigError, RunError: as `save_checkpoint`.
+        replaced: the weights are committed next to it, and deleted when this run does not need them any more. Raises
+        ConfigError, RunError: as `save_checkpoint`.
         """
         if local_path is None:
             return

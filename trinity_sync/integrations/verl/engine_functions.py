@@ -169,7 +169,8 @@ def fsdp_save_state_dict(
     if local_path is None:
         return
     from trinity_sync.backends.fsdp_state import sharded
-    from trinity_sync.integrations.verl.manager import StateCopy, metadata
+    from trinity_sync.integrations.verl.manager import StateCopy
+    from trinity_sync.integrations.verl.model_files import metadata
 
     rank, ranks = dist.get_rank(), dist.get_world_size()
     name = rank_file("model", ranks, rank)

@@ -9,7 +9,6 @@ import os
 import secrets
 import socket
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,6 +25,7 @@ from trinity_sync.checkpoint.daemon import connect, wait_until_ended
 from trinity_sync.checkpoint.folder.contents import step_of
 from trinity_sync.checkpoint.monitor import ACTOR_NAME, MonitorConfig
 from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.host.threads import comes_true
 from trinity_sync.integrations.verl.ranks import together
 from trinity_sync.integrations.verl.vendor import say
 from trinity_sync.protocol.retention import Policy
@@ -127,14 +127,11 @@ def join_run(
 
 
 def _check_shared(root: Path, mark: str) -> None:
-    deadline = time.monotonic() + _SHARED_S
-    while not (root / mark).exists():
-        if time.monotonic() > deadline:
-            raise ConfigError(
-                f"{root} on {socket.gethostname()} is not the checkpoint folder of rank 0: a file that rank 0 wrote is "
-                f"not there after {_SHARED_S:.0f} s. Name a folder that all nodes share"
-            )
-        time.sleep(_POLL_S)
+    if not comes_true((root / mark).exists, _SHARED_S, _POLL_S):
+        raise ConfigError(
+            f"{root} on {socket.gethostname()} is not the checkpoint folder of rank 0: a file that rank 0 wrote is "
+            f"not there after {_SHARED_S:.0f} s. Name a folder that all nodes share"
+        )
 
 
 # The monitor of a program that names its checkpoint folder with its first save.

@@ -23,6 +23,7 @@ from trinity_sync.backends.fsdp_state import live_state, sharded
 from trinity_sync.backends.safe_loading import StateDict, nothing_runs
 from trinity_sync.checkpoint.coordinator import SaveFn
 from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.integrations.verl import model_files
 from trinity_sync.integrations.verl.committed_saves import (
     EXPORT,
     EXTRA,
@@ -32,16 +33,6 @@ from trinity_sync.integrations.verl.committed_saves import (
     OPTIMIZER,
     CommittedSaves,
     SaveOptions,
-)
-from trinity_sync.integrations.verl.model_files import (
-    HUGGING_FACE,
-    check_export,
-    class_of,
-    empty_model,
-    full_tensors,
-    metadata,
-    of_export,
-    write_export,
 )
 from trinity_sync.integrations.verl.ranks import Pairs, together, use_on_first_rank
 from trinity_sync.integrations.verl.reading import check_files
@@ -136,13 +127,13 @@ class FSDPCheckpointManager(CommittedSaves, VerlCheckpointManager):
                 raise RunError("there is no Synchronizer in the namespace to upload to; open_run starts one")
             self._synchronizer.set_model_state_dict(tensors, global_step, attempt=self._attempt)
 
-        use_on_first_rank(f"upload version {global_step}", full_tensors(self.model), publish)
+        use_on_first_rank(f"upload version {global_step}", model_files.full_tensors(self.model), publish)
 
     # ---- what differs from other engines
 
     def _make_copies(self, timeout_s: float, *, lazily: bool) -> FsdpCopies:
         if self.should_save_hf_model:
-            check_export(self)
+            model_files.check_export(self)
         return FsdpCopies(self, timeout_s, lazily=lazily)
 
     @property
@@ -155,8 +146,8 @@ class FSDPCheckpointManager(CommittedSaves, VerlCheckpointManager):
         if OPTIMIZER in todo and self.optimizer is None:
             raise ConfigError("save_contents has 'optimizer', but the checkpoint manager was made without an optimizer")
         if EXPORT in todo:
-            check_export(self)
-            class_of(self.model)
+            model_files.check_export(self)
+            model_files.class_of(self.model)
 
     def _check_files(self, local_path: str) -> None:
         wanted = {
@@ -205,7 +196,7 @@ class FsdpCopies:
         self._lazily = lazily
         self._copy = StateCopy()
         if manager.rank == 0 and manager.model is not None:
-            metadata(manager)  # before anything is trained
+            model_files.metadata(manager)  # before anything is trained
 
     def take(self, step: int, todo: list[str], folder: Path, staging: Path, *, durable: bool) -> dict[str, SaveFn]:
         together(f"copy the state of step {step}", lambda: self._take(step, todo))
@@ -215,16 +206,18 @@ class FsdpCopies:
             if name not in OF_FIRST_RANK
         }
         if self._manager.rank == 0 and METADATA in todo:
-            small = metadata(self._manager)
+            small = model_files.metadata(self._manager)
             if EXPORT in todo:
-                small = of_export(small, HUGGING_FACE, next(self._manager.model.parameters()).dtype)
+                small = model_files.of_export(
+                    small, model_files.HUGGING_FACE, next(self._manager.model.parameters()).dtype
+                )
             found[METADATA] = lambda: ModelFiles(small).write(folder)
         if EXPORT in todo:
-            tensors = full_tensors(self._manager.model)
+            tensors = model_files.full_tensors(self._manager.model)
             export = use_on_first_rank(f"gather the model of step {step}", tensors, self._export)
             if export is not None:
                 empty, weights = export
-                found[EXPORT] = lambda: write_export(empty, weights, folder / HUGGING_FACE)
+                found[EXPORT] = lambda: model_files.write_export(empty, weights, folder / model_files.HUGGING_FACE)
         return found
 
     def give_up(self, name: str, error: BaseException) -> None:
@@ -266,7 +259,7 @@ class FsdpCopies:
     def _export(self, tensors: Pairs) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
         state = {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors}
         dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
-        return empty_model(self._manager.model, dtype), state
+        return model_files.empty_model(self._manager.model, dtype), state
 
     def _file(self, name: str) -> str:
         return rank_file(name, self._manager.world_size, self._manager.rank)

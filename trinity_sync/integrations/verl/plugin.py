@@ -24,6 +24,7 @@ from types import ModuleType
 
 from wrapt import register_post_import_hook
 
+from trinity_sync.host.package_source import installed_version
 from trinity_sync.integrations.verl import at_exit
 from trinity_sync.integrations.verl.vendor import TESTED, is_on, is_tested, say
 
@@ -106,16 +107,9 @@ def _aloud(do: Callable[[ModuleType], None]) -> Callable[[ModuleType], None]:
 
 def _version() -> str:
     """Return verl's version; verl is being imported and has set it."""
-    return str(getattr(sys.modules.get("verl"), "__version__", "")) or _installed()
-
-
-def _installed() -> str:
-    from importlib.metadata import PackageNotFoundError, version
-
-    try:
-        return version("verl")
-    except PackageNotFoundError:
-        return "of an unknown version"
+    return (
+        str(getattr(sys.modules.get("verl"), "__version__", "")) or installed_version("verl") or "of an unknown version"
+    )
 
 
 def register() -> None:

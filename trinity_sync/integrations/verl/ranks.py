@@ -19,14 +19,9 @@ Pairs: TypeAlias = Iterable[tuple[str, torch.Tensor]]
 
 def together(what: str, work: Callable[[], T]) -> list[T]:
     """Do `work` on every rank and wait for all ranks. Collective, over the default group. Raises RunError: on every
-    rank, with the rank and its error, when any rank failed or died.
-
-    Args:
-        what: for the message, such as ``"copy the state of step 3"``.
-        work: must leave no peer in a collective call when it raises.
-
-    Returns:
-        The results of all ranks (picklable), in rank order.
+    rank, with the rank and its error, when any rank failed or died. `what`: for the message, such as ``"copy the state
+    of step 3"``. `work`: must leave no peer in a collective call when it raises. Returns the results of all ranks
+    (picklable), in rank order.
     """
     error: Exception | None = None
     result: T | None = None

@@ -51,12 +51,9 @@ class EngineControl(Protocol):
 
 
 class AsyncControl:
-    """Control of an `AsyncLLM` in this process.
-
-    Args:
-        loop: the engine's event loop, running in another thread.
-        who: the engine's name in errors.
-        timeout_s: limit of each call, seconds; a `WaitLimit` grows with the bytes of an update.
+    """Control of an `AsyncLLM` in this process. `loop`: the engine's event loop, running in another thread. `who`: the
+    engine's name in errors. `timeout_s`: limit of each call, seconds; a `WaitLimit`
+    grows with the bytes of an update.
     """
 
     def __init__(self, llm: AsyncLLM, loop: asyncio.AbstractEventLoop, who: str, timeout_s: float) -> None:
@@ -92,11 +89,7 @@ class AsyncControl:
         self.wait(self._llm.finish_weight_update(weight_version=version), f"finish the update to version {version}")
 
     def wait(self, doing: Coroutine[object, Never, T], what: str, timeout_s: float | None = None) -> T:
-        """Run a coroutine on the engine's loop and wait for it.
-
-        Args:
-            timeout_s: limit, seconds; None: that of all calls.
-        """
+        """Run a coroutine on the engine's loop and wait for it. `timeout_s`: in seconds; None: that of all calls."""
         from vllm.v1.engine.exceptions import EngineDeadError
 
         limit = self._timeout_s if timeout_s is None else timeout_s

@@ -62,10 +62,8 @@ def lock_server(url: str, timeout_s: float = 5.0) -> socket.socket:
     """Lock a server of this node against other programs that give it weights, of any user.
 
     The lock is an abstract socket: it ends with this process, and all who reach the server's port see it. An address
-    has several names, so the port alone counts.
-
-    Args:
-        timeout_s: timeout of the wait for the end of an earlier explorer, seconds.
+    has several names, so the port alone counts. `timeout_s`: timeout of the wait for the end of an earlier explorer,
+    seconds.
     """
     at = httpx.URL(url)
     name = f"\0trinity-sync-vllm-server-{at.port or at.scheme}"
@@ -98,14 +96,9 @@ def _holder(name: str) -> str:
 
 class Server:
     """A server. Each call raises `WaitTimeout` where it does not answer in time, `EngineDied` where it is gone, and
-    `RunError` where it reports a failure. Called in threads without an event loop.
-
-    Args:
-        url: such as ``http://127.0.0.1:8000``.
-        timeout_s: timeout of each call, seconds; a `WaitLimit` grows with the bytes that a call moves.
-
-    Attributes:
-        who: its name in errors.
+    `RunError` where it reports a failure. Called in threads without an event loop. `url`: such as
+    ``http://127.0.0.1:8000``. `timeout_s`: timeout of each call, seconds; a `WaitLimit` grows with
+    the bytes that a call moves. `who`: its name in errors.
     """
 
     def __init__(self, url: str, timeout_s: float) -> None:

@@ -48,13 +48,8 @@ class EngineTarget:
     """The base of both.
 
     After an error in the load the weights are of several versions, so the engine stays paused until another version is
-    loaded completely.
-
-    Args:
-        on_switch: called with each loaded version, just before generation continues.
-
-    Attributes:
-        paused_s: length of the engine's last pause for a version, seconds.
+    loaded completely. `on_switch`: called with each loaded version, just before generation continues. `paused_s`:
+    length of the engine's last pause for a version, seconds.
     """
 
     def __init__(
@@ -210,10 +205,8 @@ class WorkerTarget(EngineTarget):
         return LoadResult(moved, digest, arrived[0].reread and in_slot, apply_s)
 
     def _prove(self, lease: Lease, layouts: Sequence[PartLayout], arrived: Sequence[Arrived]) -> str:
-        """Return the version digest from all workers' tensors.
-
-        Raises:
-            ChecksumError: it differs from the published one, or workers have different bytes of a tensor.
+        """Return the version digest from all workers' tensors. Raises ChecksumError: it differs from the published one,
+        or workers have different bytes of a tensor.
         """
         held: dict[str, bytes] = {}
         for one in arrived:
@@ -262,12 +255,9 @@ class WorkerTarget(EngineTarget):
 
 class FileTarget(EngineTarget):
     """A server as a `WeightTarget` that takes versions from files. vLLM may not recover from an error in the reload,
-    and has to be restarted then.
-
-    Args:
-        control: of the server, which is on this node and runs as the same user.
-        tensors: the tensors of a version, with their dtypes in the file.
-        verify: `sync.verify`; with ``full`` the digest is that of the file's tensors.
+    and has to be restarted then. `control`: of the server, which is on this node and runs as the same user. `tensors`:
+    the tensors of a version, with their dtypes in the file. `verify`: `sync.verify`; with ``full`` the digest is that
+    of the file's tensors.
     """
 
     def __init__(

@@ -75,12 +75,7 @@ class _Worker(NamedTuple):
 
 
 class WorkerLink:
-    """The explorer's end.
-
-    Args:
-        who: the explorer's name in errors.
-        workers: their number.
-    """
+    """The explorer's end. `who`: the explorer's name in errors. `workers`: their number."""
 
     def __init__(self, who: str, workers: int) -> None:
         self._who = who
@@ -102,13 +97,8 @@ class WorkerLink:
         self._stop_listening()  # removes the folder now, however this process ends
 
     def ask(self, method: RemoteMethod[P, R], timeout_s: float, *args: P.args, **kwargs: P.kwargs) -> list[R]:
-        """Call a method of all workers concurrently; return the answers in the order of the ranks.
-
-        Args:
-            timeout_s: limit for all together, seconds.
-
-        Raises:
-            EngineDied: a worker has died.
+        """Call a method of all workers concurrently; return the answers in the order of the ranks. `timeout_s`: limit
+        for all together, seconds. Raises EngineDied: a worker has died.
         """
         until = time.monotonic() + timeout_s
 
@@ -177,14 +167,9 @@ def serve(
     begin: Callable[[], None],
     end: Callable[[], None],
 ) -> None:
-    """Connect to the explorer as a worker, and answer its requests in a thread until it closes the connection.
-
-    Args:
-        body: the actor.
-        begin, end: called first and last in the thread.
-
-    Raises:
-        OSError, EOFError, ForeignPeerError, WaitTimeout: the explorer does not listen, or does not accept.
+    """Connect to the explorer as a worker, and answer its requests in a thread until it closes the connection. `body`:
+    the actor. `begin`, `end`: called first and last in the thread. Raises OSError, EOFError, ForeignPeerError,
+    WaitTimeout: the explorer does not listen, or does not accept.
     """
     try:
         connection = open_connection(address.path, bytes.fromhex(address.key), _CONNECT_S)

@@ -142,13 +142,8 @@ def this_process(
 def place(
     ranks: Sequence[MemberReady], rollout: Sequence[MemberReady], *, all_send: bool
 ) -> tuple[list[MemberPlace], list[MemberPlace]]:
-    """Give every member its place.
-
-    Args:
-        ranks: the trainer's, in order.
-
-    Returns:
-        The places of the trainer's ranks and of the receivers.
+    """Give every member its place. `ranks`: the trainer's, in order. Returns the places of the trainer's ranks and of
+    the receivers.
     """
     if not ranks or not rollout:
         raise RunError(f"weights cannot be sent from {len(ranks)} trainer ranks to {len(rollout)} receivers")

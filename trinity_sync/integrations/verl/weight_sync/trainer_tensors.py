@@ -129,11 +129,8 @@ def own_shards(
     exported: Iterable[Exported], wire_dtype: str | None, family: str
 ) -> Iterator[tuple[Shard, torch.Tensor]]:
     """Yield this rank's shard of each tensor, and its elements (flat). All ranks yield all tensors, in one order.
-
-    Args:
-        exported: from verl's ``get_per_tensor_param_shard``.
-        wire_dtype: the dtype of floating tensors on the wire; None: as they are.
-        family: transformers' ``model_type``.
+    `exported`: from verl's ``get_per_tensor_param_shard``. `wire_dtype`: the dtype of floating tensors on the wire;
+    None: as they are. `family`: transformers' ``model_type``.
     """
     for name, elements, spec in exported:
         shape = tuple(int(size) for size in spec.full_shape)
@@ -180,12 +177,9 @@ def _own(
 
 
 def _block(shape: Sequence[int], sizes: Sequence[int], starts: Sequence[int], itemsize: int) -> Iterator[Rect]:
-    """Yield the rectangles of a block in the tensor's matrix view, in the order of the block's elements.
-
-    Args:
-        shape: of the tensor: two dimensions or more; one after the first is cut.
-        sizes, starts: of the block, in elements, for each dimension.
-        itemsize: bytes of an element.
+    """Yield the rectangles of a block in the tensor's matrix view, in the order of the block's elements. `shape`: of
+    the tensor: two dimensions or more; one after the first is cut. `sizes`, `starts`: of the block, in elements, for
+    each dimension. `itemsize`: bytes of an element.
     """
     last = max(dim for dim, size in enumerate(sizes) if size != shape[dim])
     within = prod(shape[last + 1 :])  # the dimensions after the last cut are whole, so they are contiguous
