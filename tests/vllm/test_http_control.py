@@ -214,8 +214,6 @@ def test_a_server_may_take_as_long_as_its_bytes_at_the_slowest_rate() -> None:
         try:
             server = Server(f"http://127.0.0.1:{made.server_port}", WaitLimit(0.1, 1.0))
             assert server.post("/work", "work", nbytes=NBYTES) == {}  # 8 s
-            with pytest.raises(WaitTimeout, match=r"within 0\.1 s$"):
-                server.post("/work", "work")
         finally:
             made.shutdown()
 
