@@ -187,6 +187,7 @@ _VALUES = [
     Bad(given=["+backend.overrides.forward_only=true"], says=["backend.overrides.forward_only", "leave it out"]),
     Bad(given=["sync=nccl", "sync.transport=nccl"], says=["sync.transport is nccl", "GPU", "gloo"]),
     Bad(given=["sync=nccl", "sync.transport=ib"], says=["sync.transport is ib", "gloo"]),
+    Bad(given=["sync=nccl", "sync.transport=tcp"], says=["sync.transport is tcp", "sync=memory", "gloo"]),
     Bad(given=["sync=shared"], says=["sync=shared is not an option", "memory"]),
     Bad(given=["sync.interval=0"], says=["sync.interval is 0", "at least 1"]),
     Bad(given=["sync.interval=4"], says=["sync.max_staleness is 0", "sync.interval=4"]),

@@ -22,7 +22,7 @@ from trinity_sync.explorer.actor import _lease_folder
 from trinity_sync.explorer.pool import ExplorerPool
 from trinity_sync.protocol.parts import STATE_DICT, PartInfo, VersionBytes
 from trinity_sync.protocol.versions import Version
-from trinity_sync.sync import base, broadcast_group, deltas, memory, nccl
+from trinity_sync.sync import base, broadcast_group, deltas, memory, nccl, node_agent
 from trinity_sync.sync.base import TrainerSide
 from trinity_sync.trainer.steps import LoopSettings, Steps
 
@@ -100,13 +100,21 @@ class Patient:
         return [self.result(limit_s)]
 
 
-def test_a_fetch_waits_for_each_of_its_two_hops_as_long_as_the_part_takes(monkeypatch: pytest.MonkeyPatch) -> None:
-    agent, sent = Patient(["shared"]), Patient(SimpleNamespace(data=b"bytes"))
-    monkeypatch.setattr(memory, "Call", sent)
-    info = part("rank-00000", 2_000 * MB)
+def test_the_wait_for_a_part_is_for_all_that_travel_with_it() -> None:
+    agent: Any = Patient(SimpleNamespace(path="slot", errors=()))
     lease: Any = SimpleNamespace(version=VERSION, slot=0)
-    assert memory.fetch(agent, lease, info, LIMIT) == b"bytes"  # type: ignore[arg-type]
-    assert agent.limits == sent.limits == [220.0]
+    lease.parts = {name: part(name, nbytes * MB) for name, nbytes in (("rank-00000", 2_000), ("rank-00001", 1_000))}
+    found = list(memory.parts_here({"here": agent, "there": agent}, "here", lease, LIMIT, lambda error: None))
+    assert [info.path for info in found] == ["slot", "slot"]
+    assert agent.limits == [60.0 + 240.0] * 2
+
+
+def test_an_object_of_ray_has_the_time_of_its_part_for_each_of_its_two_hops(monkeypatch: pytest.MonkeyPatch) -> None:
+    owner, sent, into = Patient(["shared"]), Patient(SimpleNamespace(data=b"bytes")), Patient()
+    monkeypatch.setattr(node_agent, "Call", sent)
+    wanted: Any = SimpleNamespace(version=VERSION, slot=0, part="rank-00000", nbytes=2_000 * MB, owner=owner)
+    node_agent.ObjectTransport(LIMIT).bring(wanted, into)  # type: ignore[arg-type]
+    assert owner.limits == sent.limits == [220.0]
 
 
 def test_a_delta_has_a_quarter_of_the_constant_and_the_time_of_its_own_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

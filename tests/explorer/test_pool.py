@@ -74,6 +74,7 @@ class Pools:
         self.faults: list[tuple[str, str]] = []
         self.generated: list[Generated] = []
         self.made: list[ExplorerPool] = []
+        self.agents_of: dict[ExplorerPool, list[str]] = {}  # nodes for which agents were started
 
     def make(
         self,
@@ -92,6 +93,12 @@ class Pools:
             "sync": {},
             "verify": "full",
         }
+        nodes: list[str] = []
+
+        def start_agent(node: str) -> AgentClient:
+            nodes.append(node)
+            return AgentClient("agent", node)
+
         spec = ExplorerSpec(member=RoundMember.new(""), sync_timeout_s=LIMIT, log_dir=str(self._folder), **fixed)
         pool = ExplorerPool(
             spec,
@@ -103,10 +110,12 @@ class Pools:
             explorer_timeout_s=LIMIT,
             on_fault=lambda where, error: self.faults.append((where, error)),
             on_generated=self.generated.append,
+            start_agent=start_agent,
         )
         self.made.append(pool)
+        self.agents_of[pool] = nodes
         pool.start()
-        (pool.introduce if free else pool.attach)({"node": AgentClient("agent", "node")}, base)
+        (pool.introduce if free else pool.attach)({}, base)
         return pool
 
     def end(self, first: int) -> None:
@@ -156,6 +165,10 @@ def test_explorers_have_the_base_that_the_trainer_has(all_pools: Pools) -> None:
     for pool in (all_pools.made.pop(), all_pools.made.pop()):  # the pools of the other tests need the processors
         for client in pool.clients.values():
             ray.kill(client.handle)
+
+
+def test_a_node_that_has_explorers_only_gets_one_agent(pool: ExplorerPool, all_pools: Pools) -> None:
+    assert all_pools.agents_of[pool] == ["node"]
 
 
 def test_all_prompts_are_answered_once_by_the_version_that_was_loaded_and_in_order(pool: ExplorerPool) -> None:

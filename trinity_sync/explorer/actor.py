@@ -63,8 +63,8 @@ class Explorer:
 
             load(f"explorer.{TARGET}", str(self._spec.engine[TARGET]))
 
-    def start(self) -> None:
-        """Build engine and task. Not in `__init__`, whose errors Ray reports as the actor's death."""
+    def start(self) -> str:
+        """Build engine and task; return Ray's id of the node. Not `__init__`, whose errors Ray reports as a death."""
         self._task = build_task(self._spec.task, self._spec.seed)
         judge: Judge | None = getattr(self._task, "reward_judge", None)
         if judge is not None:  # its processes begin while the model loads
@@ -75,6 +75,7 @@ class Explorer:
             use_deterministic_kernels()
         self._engine: RolloutEngine = build("explorer", self._spec.engine, RolloutEngine)  # type: ignore[type-abstract]
         story.info("up: %s of %s", type(self._engine).__name__, self._spec.engine["model_path"])
+        return str(ray.get_runtime_context().get_node_id())
 
     def attach(self, agents: dict[str, AgentClient]) -> ExplorerProcess:
         """Connect to the node agents (by Ray node id), whose slots exist by then; return where this explorer runs."""
@@ -93,12 +94,17 @@ class Explorer:
             settings=spec.sync,
             lease_folder=partial(_lease_folder, spec),
             still_leased=lambda lease_id: self._synchronizer.holds(lease_id).result(self._synchronizer.timeout_s),
+            on_fault=self._note_fault,
         )
         target = self._engine.target(mode, side, spec.verify)
         self._loader = WeightLoader(spec.member, target, self._synchronizer)
         self._base = self._engine.base_digest(dtype_name(str(spec.sync["wire_dtype"])))
         closes = type(self._engine).close is not RolloutEngine.close
         return {"pid": os.getpid(), "node": node, "base": self._base, "closes": closes}
+
+    def _note_fault(self, error: str) -> None:
+        assert self._loader is not None, "a load found it"
+        self._loader.note_fault(error)
 
     def load(self, version: Version | None, broadcast: Broadcast | None = None) -> LoadReport:
         """Load a committed version, the newest for None."""

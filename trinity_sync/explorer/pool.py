@@ -44,6 +44,7 @@ class ExplorerPool:
         start_timeout_s: limit of an explorer's start, seconds.
         explorer_timeout_s: limit of a generation, seconds; a `WaitLimit` grows with a load in the same call.
         on_fault: called with each death that a restart repairs: (where, error).
+        start_agent: starts the agent of a node that has explorers only, where the sync mode needs one.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class ExplorerPool:
         explorer_timeout_s: float,
         on_fault: Callable[[str, str], None],
         on_generated: Callable[[Generated], None],
+        start_agent: Callable[[str], AgentClient | None] = lambda node: None,
     ) -> None:
         self._spec = spec
         self._synchronizer = synchronizer
@@ -68,6 +70,7 @@ class ExplorerPool:
         self._timeout_s = explorer_timeout_s
         self._on_fault = on_fault
         self._on_generated = on_generated
+        self._start_agent = start_agent
         self._agents: dict[str, AgentClient] = {}
         self._base: str | None = None
         self._version_bytes = 0
@@ -77,7 +80,7 @@ class ExplorerPool:
         self._nodes: dict[str, str] = {}
         names = [f"explorer-{index}" for index in range(replicas)]
         self.clients = {name: self._create(name) for name in names}
-        self._starting: dict[str, Call[None]] = {}
+        self._starting: dict[str, Call[str]] = {}
 
     def _create(self, name: str) -> ExplorerClient:
         actor = ray.remote(failures_logged(Explorer)).options(
@@ -95,7 +98,7 @@ class ExplorerPool:
 
     def introduce(self, agents: dict[str, AgentClient], base: str | None = None, version_bytes: int = 0) -> None:
         """Set the node agents to which `join` connects explorers one by one, and the bytes of a version."""
-        self._agents = agents
+        self._agents = dict(agents)
         self._base = base
         self._version_bytes = version_bytes
 
@@ -109,9 +112,10 @@ class ExplorerPool:
         starting, self._starting = self._starting, {}
         self._connect(starting)
 
-    def _connect(self, starting: dict[str, Call[None]]) -> None:
-        results(list(starting.values()), self._start_timeout_s)
-        places = results([self.clients[name].attach(self._agents) for name in starting], self._start_timeout_s)
+    def _connect(self, starting: dict[str, Call[str]]) -> None:
+        nodes = dict(zip(starting, results(list(starting.values()), self._start_timeout_s), strict=True))
+        attaching = [self.clients[name].attach(self._agents_of(node)) for name, node in nodes.items()]
+        places = results(attaching, self._start_timeout_s)
         for name, place in zip(starting, places, strict=True):
             story.info("%s is up: pid %d on node %s", name, place["pid"], place["node"])
             self._nodes[name] = place["node"]
@@ -126,6 +130,13 @@ class ExplorerPool:
     def work_limit(self, more_s: float = 0.0) -> float:
         """Return the limit, seconds, of a load and a generation in one call, and of `more_s` seconds besides."""
         return grown(self._timeout_s, LOAD_HOPS * self._version_bytes, more_s=more_s)
+
+    def _agents_of(self, node: str) -> dict[str, AgentClient]:
+        """Return the agents of the trainer's nodes and of an explorer's."""
+        with self._lock:
+            if node not in self._agents and (agent := self._start_agent(node)) is not None:
+                self._agents[node] = agent
+            return dict(self._agents)
 
     def places(self) -> dict[str, str]:
         """Return Ray's id of the node of each connected explorer, by name. Any thread."""

@@ -147,6 +147,7 @@ class ExplorerSide:
     settings: Mapping[str, object] = field(default_factory=dict)  # of `sync`, for processes that build the mode
     lease_folder: LeaseFolder | None = None  # None: no program deletes folders
     still_leased: Callable[[int], bool] = lambda lease_id: True
+    on_fault: Callable[[str], None] = lambda error: None  # called with each error on the way that was overcome
 
 
 @dataclass
@@ -196,9 +197,11 @@ class SyncMode(ABC):
 
     Attributes:
         ranks_take_part: a load needs the trainer's ranks, so explorers cannot load at any time.
+        agents_bring_parts: explorers read parts of other nodes through the agent of their node.
     """
 
     ranks_take_part: ClassVar[bool] = False
+    agents_bring_parts: ClassVar[bool] = False
 
     def __init__(self, **settings: object) -> None:
         super().__init__()
