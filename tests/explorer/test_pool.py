@@ -26,6 +26,7 @@ from trinity_sync.explorer import pool as pool_module
 from trinity_sync.explorer.actor import Explorer, ExplorerSpec
 from trinity_sync.explorer.pool import ExplorerPool
 from trinity_sync.explorer.validation import Validation, ValidationSettings
+from trinity_sync.protocol.parts import PartInfo
 from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.metrics import ValidationTimes
@@ -36,6 +37,7 @@ from trinity_sync.sync.base import Delivery
 LIMIT = 60.0
 PROMPTS = [Prompt(index=index, text=str(index)) for index in range(5)]
 FIRST, SECOND = Version(0, 0), Version(0, 1)
+HERE = PartInfo(part="rank-00000", node="node", path="", nbytes=0, layout="", buckets=None)
 
 cluster = local_ray.cluster
 
@@ -244,7 +246,7 @@ def test_the_leases_of_a_dead_explorer_end_and_those_of_the_one_in_its_place_sta
     parts, before = ["rank-00000"], pool.clients["explorer-0"].handle
     for version in (FIRST, SECOND):
         synchronizer.client.begin(version, parts, LIMIT).result(LIMIT)
-        synchronizer.client.staged(version, dict.fromkeys(parts)).result(LIMIT)
+        synchronizer.client.staged(version, dict.fromkeys(parts, HERE)).result(LIMIT)
         synchronizer.client.digested(version, None).result(LIMIT)
         synchronizer.client.commit(version).result(LIMIT)
         dead = ray.get(before.lease.remote(version), timeout=LIMIT)

@@ -30,7 +30,7 @@ from trinity_sync.checkpoint.mirror.run_mirror import MirrorSettings, RunMirror
 from trinity_sync.config import TARGET, Config, load_class, retention_policies
 from trinity_sync.config.lora_settings import travels
 from trinity_sync.config.schema import CheckpointConfig
-from trinity_sync.errors import ConfigError, RunError, WaitTimeout
+from trinity_sync.errors import ConfigError, RunError, WaitLimit, WaitTimeout
 from trinity_sync.host import interrupts
 from trinity_sync.host.channel import SECRET_BYTES
 from trinity_sync.host.interrupts import REST_S, interrupted, left
@@ -38,7 +38,7 @@ from trinity_sync.host.logs import story
 from trinity_sync.launch.cluster import Cluster
 from trinity_sync.launch.row_scan import NOTHING, Scanned
 from trinity_sync.launch.start import Start
-from trinity_sync.protocol.parts import MANIFEST
+from trinity_sync.protocol.parts import MANIFEST, VersionBytes
 from trinity_sync.tracking.events import Event, FaultEvent, OtherEvent, parse_event
 from trinity_sync.tracking.recorder import Recorder
 from trinity_sync.tracking.run_record import RunFolder
@@ -154,7 +154,11 @@ class Actors:
         self._roles["trainer"] = lambda: self.trainer.ranks
         resume_point.set_start(start.checkpoints, start.step if start.continued else 0, self._recorder.attempt)
         config = SynchronizerConfig(
-            slots=cfg.sync.slots, lease_s=cfg.sync.lease_s, timeout_s=cfg.sync.timeout_s, log_dir=self._logs
+            slots=cfg.sync.slots,
+            lease_s=cfg.sync.lease_s,
+            timeout_s=cfg.sync.timeout_s,
+            min_rate_mbps=cfg.sync.min_rate_mbps,
+            log_dir=self._logs,
         )
         self.synchronizer = Synchronizer.get_actor(config, self._cluster.namespace).client
         self._roles["synchronizer"] = lambda: [self.synchronizer]
@@ -196,7 +200,8 @@ class Actors:
             story.info("%s is up", agent.who)
         if self.pool is not None:
             # in a free run each explorer joins when it is up
-            (self.pool.introduce if self.free else self.pool.attach)(self.agents, self.published_base)
+            connect = self.pool.introduce if self.free else self.pool.attach
+            connect(self.agents, self.published_base, self.version_bytes.whole)
         self._restore()
 
     def _bring_to(self, node: str) -> AgentClient | None:
@@ -210,6 +215,11 @@ class Actors:
         # what it has can be brought again
         self._bringing[node] = agent_on(node, named, max_restarts=3, max_task_retries=3)
         return self._bringing[node]
+
+    @property
+    def version_bytes(self) -> VersionBytes:
+        """The bytes of each version."""
+        return VersionBytes.of((info.node, info.layout.nbytes) for info in self.infos if info.layout is not None)
 
     @property
     def base(self) -> Base | None:
@@ -326,7 +336,9 @@ class Actors:
             num_gpus=1.0 if self._use_gpu else 0.0,
             max_restarts=cfg.explorer.max_restarts,
             start_timeout_s=cfg.cluster.start_timeout_s,
-            explorer_timeout_s=cfg.explorer.timeout_s,
+            explorer_timeout_s=WaitLimit(
+                cfg.explorer.timeout_s, cfg.sync.min_rate_mbps, ("explorer.timeout_s", "sync.min_rate_mbps")
+            ),
             on_fault=self._recorder.fault,
             on_generated=partial(record_generated, self._recorder),
             start_agent=self._bring_to,
@@ -521,7 +533,7 @@ def agent_config(cfg: Config, infos: Sequence[RankInfo], run_key: str, fallback:
         log_dir=log_dir,
         transport=cfg.sync.transport,
         secret=secrets.token_bytes(SECRET_BYTES),
-        timeout_s=cfg.sync.timeout_s,
+        timeout_s=cfg.sync.limit_s,
     )
 
 

@@ -19,7 +19,7 @@ from trinity_sync.actors.agent_client import AgentClient
 from trinity_sync.actors.explorer_client import ExplorerClient
 from trinity_sync.actors.rank_client import Broadcast
 from trinity_sync.actors.synchronizer_client import Sealed
-from trinity_sync.errors import RunError
+from trinity_sync.errors import RunError, grown
 from trinity_sync.protocol.parts import PartInfo
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.base import (
@@ -195,11 +195,12 @@ def parts_here(
     agents: Mapping[str, AgentClient], node: str, lease: Lease, timeout_s: float, on_fault: Callable[[str], None]
 ) -> Iterator[PartInfo]:
     """Yield the parts of a version by their names, each as soon as it is in a slot of a node. Those of other nodes are
-    brought by the node's agent, once for all readers.
+    brought by the node's agent, once for all readers. They travel together, so the limit is that of all.
     """
     away = {part: info for part, info in sorted(lease.parts.items()) if info.node != node}
     if away and node not in agents:
         raise RunError(f"node {node} has no agent to bring {', '.join(away)} of version {lease.version} there")
+    limit_s = grown(timeout_s, sum(info.nbytes for info in away.values()))
     coming = {
         part: agents[node].bring(WantedPart(lease.version, lease.slot, part, info.nbytes, agents[info.node]))
         for part, info in away.items()
@@ -208,7 +209,7 @@ def parts_here(
         if part not in away:
             yield info
             continue
-        brought = coming[part].result(timeout_s)
+        brought = coming[part].result(limit_s)
         for error in brought.errors:
             on_fault(error)
         yield replace(info, node=node, path=brought.path)

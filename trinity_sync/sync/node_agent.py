@@ -31,7 +31,7 @@ from trinity_sync.actors.agent_client import (
 )
 from trinity_sync.actors.calls import Call, this_process
 from trinity_sync.actors.synchronizer_client import SynchronizerClient
-from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.errors import RunError, WaitTimeout, grown
 from trinity_sync.host.hardware import peak_memory
 from trinity_sync.host.logs import log_failure, own_log, story
 from trinity_sync.host.threads import PATIENCE, Yielding
@@ -39,6 +39,7 @@ from trinity_sync.protocol.parts import FileTuple, PartInfo, delta_file, shard_f
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.deltas import KeptDeltas
 from trinity_sync.sync.pieces import (
+    PIECE_BYTES,
     BroughtPart,
     BroughtParts,
     NodeChain,
@@ -83,7 +84,7 @@ class AgentConfig:
     log_name: str = "node-agent"
     transport: str = "auto"  # of parts from other nodes (`sync.transport`): ``tcp``, ``ray``, else both
     secret: bytes | None = field(default=None, repr=False)  # of the run's agents; None: ``ray``
-    timeout_s: float = 60.0  # for a part from another node (`sync.timeout_s`)
+    timeout_s: float = 60.0  # for a part from another node; a `WaitLimit` grows with its bytes
 
 
 class NodeAgent:
@@ -118,7 +119,8 @@ class NodeAgent:
         self._rows: dict[Version, list[RowDigests]] = {}
         self._contributed: dict[Version, set[str]] = {}
         self._tensors: dict[Version, dict[str, bytes]] = {}
-        stall_s = min(_STALL_S, config.timeout_s / 4)
+        stall_s = min(_STALL_S, config.timeout_s / 4)  # besides the time for a piece
+        stall_s = grown(config.timeout_s, PIECE_BYTES, more_s=stall_s - config.timeout_s)
         who = f"the agent of node {self._node}"
         self._server = PieceServer(ray.util.get_node_ip_address(), config.secret, who, stall_s)
         self._brought = BroughtParts(self._transports(stall_s), self._make_slots)
@@ -194,11 +196,13 @@ class NodeAgent:
         try:
             parts, rows = await self._run(self._digest, slot, staged)
             took = time.perf_counter() - started
-            await self._synchronizer.staged(version, parts).reference
+            # At once: the synchronizer takes the parts and the digest in any order.
+            reported = self._synchronizer.staged(version, parts).reference
             if self._lead is None:
                 await self.contribute(version, self._node, rows)
             else:
                 await self._lead.contribute(version, self._node, rows).reference
+            await reported
             size = units.size(sum(info.nbytes for info in parts.values()))
             story.info("took version %s into slot %d: %s, digested in %s", version, slot, size, units.seconds(took))
         except Exception as error:
@@ -279,7 +283,7 @@ class NodeAgent:
 
     async def bring(self, wanted: WantedPart) -> BroughtPart:
         """Bring a part of a leased version here from another node, once for all explorers of this one."""
-        path = await asyncio.wrap_future(await self._run(self._brought.bring, wanted))
+        path = await asyncio.wrap_future(await self._wait(self._brought.bring, wanted))
         return BroughtPart(path, self._brought.take_errors())
 
     def _transports(self, stall_s: float) -> list[PartTransport]:
@@ -413,7 +417,8 @@ class NodeAgent:
             released = asyncio.run_coroutine_threadsafe(self._release(lease), loop)
             if not released.result(self._config.save_timeout_s):
                 raise RunError(
-                    f"the lease on version {lease.version} expired before it was written; raise sync.lease_s"
+                    f"the lease on version {lease.version} expired before it was written; raise sync.lease_s, or lower "
+                    "sync.min_rate_mbps"
                 )
             return files
 
@@ -487,10 +492,10 @@ class ObjectTransport:
         self._timeout_s = timeout_s
 
     def bring(self, wanted: WantedPart, into: PartPieces) -> Sequence[str]:
-        owner = wanted.owner
-        [shared] = owner.share(wanted.version, wanted.slot, wanted.part).result(self._timeout_s)
+        owner, limit_s = wanted.owner, grown(self._timeout_s, wanted.nbytes)
+        [shared] = owner.share(wanted.version, wanted.slot, wanted.part).result(limit_s)
         coming: Call[np.ndarray] = Call(shared, owner.who, f"send {wanted}")
-        into.fill(coming.result(self._timeout_s).data)
+        into.fill(coming.result(limit_s).data)
         return ()
 
 

@@ -194,7 +194,7 @@ def lost_lease(name: str, lease: Lease) -> RunError:
     """Return the error of a lease that expired during a load."""
     return RunError(
         f"{name} lost its lease on version {lease.version} while it loaded, so other bytes may have taken the place of "
-        "that version's; raise sync.lease_s"
+        "that version's; raise sync.lease_s, or lower sync.min_rate_mbps"
     )
 
 
