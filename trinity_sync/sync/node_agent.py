@@ -498,12 +498,11 @@ class ObjectTransport:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
 
-    def bring(self, wanted: WantedPart, into: PartPieces) -> Sequence[str]:
+    def bring(self, wanted: WantedPart, into: PartPieces, tell: Callable[[str], None]) -> None:
         owner, limit_s = wanted.owner, grown(self._timeout_s, wanted.nbytes)
         [shared] = owner.share(wanted.version, wanted.slot, wanted.part).result(limit_s)
         coming: Call[np.ndarray] = Call(shared, owner.who, f"send {wanted}")
         into.fill(coming.result(limit_s).data)
-        return ()
 
 
 class StateSlots:
