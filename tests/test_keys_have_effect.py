@@ -33,6 +33,7 @@ from trinity_sync.launch.job import Job
 from trinity_sync.launch.row_scan import Scanned
 from trinity_sync.launch.start import Start
 from trinity_sync.models.architecture import make_model
+from trinity_sync.protocol.parts import VersionBytes
 from trinity_sync.trainer.algorithms.grpo import Grpo
 from trinity_sync.trainer.worker import adapted, divergences
 from trinity_sync.trainer.worker_spec import WorkerSpec, worker_spec
@@ -210,7 +211,7 @@ def loop_of(cfg: Config, model: str, scanned: Scanned) -> Any:
     job = Job.__new__(Job)
     free = cfg.trainer.schedule == "free"
     explores = cfg.algorithm.kind != "sft"
-    pool = SimpleNamespace(clients={"explorer-0": None}) if explores else None
+    pool = SimpleNamespace(clients={"explorer-0": None}, work_limit=lambda more_s=0.0: more_s) if explores else None
     folder = SimpleNamespace(metrics=Path("metrics.jsonl"))
     job._setup = SimpleNamespace(  # type: ignore[assignment]
         scanned=scanned, last_step=cfg.trainer.steps, stop=threading.Event(), folder=folder
@@ -219,7 +220,15 @@ def loop_of(cfg: Config, model: str, scanned: Scanned) -> Any:
     job._recorder = SimpleNamespace(attempt=0, event=None, fault=None)  # type: ignore[assignment]
     job._start = Start(0, False, Path("checkpoints"), None)
     nothing = dict.fromkeys(("trainer", "synchronizer", "published_base"))
-    job.actors = SimpleNamespace(**nothing, infos=[], pool=pool, explores=explores, free=free, model_path=model)  # type: ignore[assignment]
+    job.actors = SimpleNamespace(  # type: ignore[assignment]
+        **nothing,
+        infos=[],
+        version_bytes=VersionBytes(),
+        pool=pool,
+        explores=explores,
+        free=free,
+        model_path=model,
+    )
     return job._make_loop(None, None, None)  # type: ignore[arg-type]
 
 

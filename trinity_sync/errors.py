@@ -6,6 +6,7 @@ Lowest of all modules: it imports nothing of the project, so any package may use
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Self
 
 
 class TrinityError(Exception):
@@ -30,7 +31,7 @@ class WaitTimeout(RunError):  # noqa: N818 - the name says what happened
     Args:
         who: the awaited process or actor, such as ``"explorer-0"``.
         what: its work, such as ``"load version 12"``.
-        seconds: the timeout.
+        seconds: the timeout; of a `WaitLimit` the error names the settings.
     """
 
     def __init__(self, who: str, what: str, seconds: float) -> None:
@@ -38,7 +39,61 @@ class WaitTimeout(RunError):  # noqa: N818 - the name says what happened
         self.who, self.what, self.seconds = who, what, seconds
 
     def __str__(self) -> str:
-        return f"{self.who} did not {self.what} within {self.seconds:g} s"
+        return f"{self.who} did not {self.what} within {limit_text(self.seconds)}"
+
+
+_LONGEST_S = 1e9
+"""Locks take no longer timeout."""
+
+
+class WaitLimit(float):
+    """The limit of a wait in seconds, which `grown` makes longer for bytes. A number as any other timeout.
+
+    Args:
+        timeout_s: limit of a wait that moves no bytes, seconds.
+        min_rate_mbps: the slowest rate at which bytes may move, Mbit/s; None: bytes get no time.
+        keys: names of both settings in errors.
+
+    Raises:
+        ConfigError: the rate is not a number above 0.
+    """
+
+    min_rate_mbps: float | None
+    keys: tuple[str, str]
+    reason = ""
+
+    def __new__(
+        cls,
+        timeout_s: float,
+        min_rate_mbps: float | None = None,
+        keys: tuple[str, str] = ("sync.timeout_s", "sync.min_rate_mbps"),
+    ) -> Self:
+        rate, is_number = min_rate_mbps, isinstance(min_rate_mbps, int | float) and not isinstance(min_rate_mbps, bool)
+        if rate is not None and not (is_number and 0 < rate < float("inf")):
+            raise ConfigError(f"{keys[1]} is {rate!r}; it has to be a number of Mbit/s above 0, or null")
+        found = super().__new__(cls, timeout_s)
+        found.min_rate_mbps, found.keys = rate, keys
+        return found
+
+
+def grown(limit_s: float, nbytes: int, *, more_s: float = 0.0) -> float:
+    """Return the limit of a wait that moves so many bytes, over all of its hops, and may take `more_s` seconds besides.
+    Only a `WaitLimit` grows with the bytes.
+    """
+    if not isinstance(limit_s, WaitLimit) or not nbytes:
+        return limit_s + more_s if more_s else limit_s
+    rate, (constant, slowest) = limit_s.min_rate_mbps, limit_s.keys
+    seconds = limit_s + more_s + (0.0 if rate is None else nbytes * 8e-6 / rate)
+    found = WaitLimit(min(seconds, _LONGEST_S), rate, limit_s.keys)
+    size = f"{nbytes / 1e6:,.1f} MB"
+    time = f"{slowest}=null: none for {size}" if rate is None else f"{size} at {slowest}={rate:g}"
+    found.reason = f" ({constant}={limit_s:g}, and {time})"
+    return found
+
+
+def limit_text(limit_s: float) -> str:
+    """Return the text of a limit, with the settings that gave it."""
+    return f"{limit_s:g} s{limit_s.reason if isinstance(limit_s, WaitLimit) else ''}"
 
 
 def near(word: str, known: Iterable[str]) -> str:

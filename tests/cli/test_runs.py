@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import hydra
@@ -31,6 +32,7 @@ from trinity_sync.checkpoint.folder.owner import Owner, write_mark
 from trinity_sync.cli import main as cli
 from trinity_sync.config import comparison, invocation, messages, targets
 from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.host import threads
 from trinity_sync.launch import app, sweeps
 from trinity_sync.launch.start import Resume, written_places
 from trinity_sync.tracking.run_record import RunFolder, run_id
@@ -486,12 +488,12 @@ def test_the_lock_of_a_failed_node_is_waited_for_but_not_for_ever(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = synthetic.Clock(0.0)
-    monkeypatch.setattr(sweeps.time, "monotonic", clock)
-    monkeypatch.setattr(sweeps.time, "sleep", lambda seconds: clock.pass_(30.0))
+    timing = SimpleNamespace(monotonic=clock, sleep=lambda seconds: clock.pass_(30.0))  # other threads keep theirs
+    monkeypatch.setattr(threads, "time", timing)
     with RunFolder.open(tmp_path, resume=False) as folder:
         sweeps.wait_until_free(tmp_path)
         assert clock.now == 120.0
-        monkeypatch.setattr(sweeps.time, "sleep", lambda seconds: folder.close())
+        timing.sleep = lambda seconds: folder.close()
         clock.now = 0.0
         sweeps.wait_until_free(tmp_path)
     assert clock.now == 0.0

@@ -109,7 +109,7 @@ def test_the_default_configuration_passes() -> None:
         ("sync.slots=1", "at least 2"),
         ("sync.verify=bucketts", "did you mean bucket?"),
         ("sync.wire_dtype=int8", "bf16, fp32, fp16"),
-        ("sync.transport=ucx", "auto, nccl, gloo"),
+        ("sync.transport=ucx", "auto, nccl, gloo, tcp, ray"),
         ("sync.encoding=deltas", "did you mean delta?"),
         ("checkpoint.format=zip", "must be one of verl, dcp"),
         ("checkpoint.interval=-1", "at least 0"),
@@ -692,7 +692,14 @@ def test_the_digest_differs_where_a_setting_differs(override: str) -> None:
 
 @pytest.mark.parametrize(
     "override",
-    ["checkpoint.dir=/elsewhere", "sync.shm_dir=/tmp", "cluster.num_cpus=3", "live=off", "tracker=[tensorboard]"],
+    [
+        "checkpoint.dir=/elsewhere",
+        "sync.shm_dir=/tmp",
+        "sync.min_rate_mbps=null",
+        "cluster.num_cpus=3",
+        "live=off",
+        "tracker=[tensorboard]",
+    ],
 )
 def test_the_digest_does_not_depend_on_where_a_run_lives(override: str) -> None:
     assert config_digest(compose([override])) == config_digest(compose())
@@ -724,6 +731,12 @@ def test_a_run_of_before_savers_were_options_has_the_same_digest_and_no_differen
     assert config_digest(before) == config_digest(compose())
     assert config_diff(before, compose()) == []
     assert config_digest(before) != config_digest(compose(["checkpoint.monitor._target_=of_mine.saving.Monitor"]))
+
+
+def test_a_run_of_before_limits_grew_has_the_same_digest() -> None:
+    before = OmegaConf.create(config.plain(compose()))
+    before.sync.pop("min_rate_mbps")
+    assert config_digest(before) == config_digest(compose())
 
 
 def test_the_digest_leaves_the_configuration_as_it_is() -> None:

@@ -43,8 +43,9 @@ class StandIn:
     def warm_up(self) -> None:
         pass
 
-    def start(self) -> None:
+    def start(self) -> str:
         self._die_if_told_to("start")
+        return "node"
 
     def attach(self, agents: dict[str, AgentClient]) -> ExplorerProcess:
         self._agents = agents

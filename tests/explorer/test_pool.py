@@ -26,6 +26,7 @@ from trinity_sync.explorer import pool as pool_module
 from trinity_sync.explorer.actor import Explorer, ExplorerSpec
 from trinity_sync.explorer.pool import ExplorerPool
 from trinity_sync.explorer.validation import Validation, ValidationSettings
+from trinity_sync.protocol.parts import PartInfo
 from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.metrics import ValidationTimes
@@ -36,6 +37,7 @@ from trinity_sync.sync.base import Delivery
 LIMIT = 60.0
 PROMPTS = [Prompt(index=index, text=str(index)) for index in range(5)]
 FIRST, SECOND = Version(0, 0), Version(0, 1)
+HERE = PartInfo(part="rank-00000", node="node", path="", nbytes=0, layout="", buckets=None)
 
 cluster = local_ray.cluster
 
@@ -72,6 +74,7 @@ class Pools:
         self.faults: list[tuple[str, str]] = []
         self.generated: list[Generated] = []
         self.made: list[ExplorerPool] = []
+        self.agents_of: dict[ExplorerPool, list[str]] = {}  # nodes for which agents were started
 
     def make(
         self,
@@ -90,6 +93,12 @@ class Pools:
             "sync": {},
             "verify": "full",
         }
+        nodes: list[str] = []
+
+        def start_agent(node: str) -> AgentClient:
+            nodes.append(node)
+            return AgentClient("agent", node)
+
         spec = ExplorerSpec(member=RoundMember.new(""), sync_timeout_s=LIMIT, log_dir=str(self._folder), **fixed)
         pool = ExplorerPool(
             spec,
@@ -101,10 +110,12 @@ class Pools:
             explorer_timeout_s=LIMIT,
             on_fault=lambda where, error: self.faults.append((where, error)),
             on_generated=self.generated.append,
+            start_agent=start_agent,
         )
         self.made.append(pool)
+        self.agents_of[pool] = nodes
         pool.start()
-        (pool.introduce if free else pool.attach)({"node": AgentClient("agent", "node")}, base)
+        (pool.introduce if free else pool.attach)({}, base)
         return pool
 
     def end(self, first: int) -> None:
@@ -154,6 +165,10 @@ def test_explorers_have_the_base_that_the_trainer_has(all_pools: Pools) -> None:
     for pool in (all_pools.made.pop(), all_pools.made.pop()):  # the pools of the other tests need the processors
         for client in pool.clients.values():
             ray.kill(client.handle)
+
+
+def test_a_node_that_has_explorers_only_gets_one_agent(pool: ExplorerPool, all_pools: Pools) -> None:
+    assert all_pools.agents_of[pool] == ["node"]
 
 
 def test_all_prompts_are_answered_once_by_the_version_that_was_loaded_and_in_order(pool: ExplorerPool) -> None:
@@ -231,7 +246,7 @@ def test_the_leases_of_a_dead_explorer_end_and_those_of_the_one_in_its_place_sta
     parts, before = ["rank-00000"], pool.clients["explorer-0"].handle
     for version in (FIRST, SECOND):
         synchronizer.client.begin(version, parts, LIMIT).result(LIMIT)
-        synchronizer.client.staged(version, dict.fromkeys(parts)).result(LIMIT)
+        synchronizer.client.staged(version, dict.fromkeys(parts, HERE)).result(LIMIT)
         synchronizer.client.digested(version, None).result(LIMIT)
         synchronizer.client.commit(version).result(LIMIT)
         dead = ray.get(before.lease.remote(version), timeout=LIMIT)

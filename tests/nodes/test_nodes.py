@@ -60,18 +60,21 @@ class Explorer:
 
 
 @pytest.mark.all
+@pytest.mark.parametrize("transport", ["tcp", "ray"])
 def test_explorers_of_another_node_hold_what_was_published_and_their_node_fetches_it_once(
-    there: str, tmp_path: Path
+    there: str, tmp_path: Path, transport: str
 ) -> None:
     synchronizer = Synchronizer.get_actor(SynchronizerConfig(slots=2, timeout_s=LIMIT), namespace="nodes")
     places = {"run_key": "nodes", "root": str(tmp_path), "fallback": str(tmp_path / "fallback")}
+    places |= {"transport": transport, "secret": b"s" * 32}
     agents = {node_id(): remote_agent(synchronizer.client, None, None, places)}
+    brings = {**agents, there: remote_agent(synchronizer.client, None, None, places, on=there)}
     trainer = PretendTrainer(synchronizer.client, agents, weights=random_weights(0, SHAPES), bucket_bytes=1 << 20)
     on_other = NodeAffinitySchedulingStrategy(there, soft=False)
     explorers = [
         ray.remote(Explorer)
         .options(num_cpus=0, scheduling_strategy=on_other)
-        .remote(agents, synchronizer.client, f"e-{i}")
+        .remote(brings, synchronizer.client, f"e-{i}")
         for i in range(3)
     ]
     try:
@@ -89,7 +92,7 @@ def test_explorers_of_another_node_hold_what_was_published_and_their_node_fetche
             assert time.monotonic() < deadline, f"{copies} bytes of objects on the nodes for versions of {nbytes}"
             time.sleep(0.1)
     finally:
-        for actor in [*explorers, *(agent.handle for agent in agents.values()), synchronizer.actor]:
+        for actor in [*explorers, *(agent.handle for agent in brings.values()), synchronizer.actor]:
             ray.kill(actor)
 
 

@@ -67,17 +67,21 @@ def node_id() -> str:
 
 
 def remote_agent(
-    synchronizer: SynchronizerClient, lead: AgentClient | None, node: str | None, settings: dict[str, Any]
+    synchronizer: SynchronizerClient,
+    lead: AgentClient | None,
+    node: str | None,
+    settings: dict[str, Any],
+    on: str | None = None,
 ) -> AgentClient:
-    """Start an agent on this node; with `node` it takes itself for one there."""
+    """Start an agent on this node, or `on` another one; with `node` it takes itself for one there."""
     config = AgentConfig(**{"slots": 2, "verify": "full", "nodes": 1, "threads": 1, **settings})
-    here = NodeAffinitySchedulingStrategy(node_id(), soft=False)
+    here = NodeAffinitySchedulingStrategy(on or node_id(), soft=False)
     options = {"num_cpus": 0, "max_concurrency": 100, "scheduling_strategy": here}
     if node is None:
         handle = ray.remote(NodeAgent).options(**options).remote(config, synchronizer, lead)
     else:
         handle = ray.remote(PretendNodeAgent).options(**options).remote(config, synchronizer, lead, node)
-    return AgentClient(handle, node or node_id())
+    return AgentClient(handle, node or on or node_id())
 
 
 class PretendTrainer:

@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import ray
 
 from tests.sync.helpers import LIMIT, PretendTrainer, empty, make_loader, node_id, random_weights
 from tests.weights.helpers import reference_digest
@@ -22,6 +21,8 @@ from trinity_sync.protocol.parts import PartInfo
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync import Synchronizer
 from trinity_sync.sync.base import LayoutCache
+from trinity_sync.sync.memory import MemoryTransport
+from trinity_sync.sync.pieces import WantedPart
 from trinity_sync.weights.digests import bucket_digests
 from trinity_sync.weights.shard_file import open_shard_file
 
@@ -105,8 +106,9 @@ def test_the_trainer_stood_still_as_long_as_its_slowest_rank(trainer: PretendTra
 @pytest.fixture(scope="module")
 def two_nodes(synchronizer: Synchronizer, make_agent: MakeAgent) -> PretendTrainer:
     """Three ranks: two on this node, whose agent leads, and one on a node that is not there."""
-    lead = make_agent(synchronizer.client, nodes=2)
-    other = make_agent(synchronizer.client, nodes=2, lead=lead, node="far-away")
+    settings = {"nodes": 2, "transport": "tcp", "secret": b"s" * 32}
+    lead = make_agent(synchronizer.client, **settings)
+    other = make_agent(synchronizer.client, lead=lead, node="far-away", **settings)
     return PretendTrainer(synchronizer.client, {node_id(): lead, "far-away": other}, ranks=3)
 
 
@@ -118,17 +120,38 @@ def test_agents_of_two_nodes_put_one_digest_together(two_nodes: PretendTrainer) 
         assert sealed.digest == reference_digest(weights, "BF16")
 
 
-def test_an_explorer_of_another_node_gets_copies_that_the_agent_hands_out(two_nodes: PretendTrainer) -> None:
-    weights = random_weights(5)
-    sealed = two_nodes.publish(weights)
-    part = next(part for part, info in sealed.parts.items() if info.node == "far-away")
-    agent = two_nodes.agents["far-away"]
-    [shared] = agent.share(sealed.version, sealed.slot, part).result(LIMIT)
-    assert bytes(ray.get(shared, timeout=LIMIT)) == bytes(two_nodes.segment(sealed.slot, part))
-    assert agent.share(sealed.version, sealed.slot, part).result(LIMIT) == [shared]
-    report = make_loader(two_nodes, empty(weights)).load(None)
+def test_the_agent_of_an_explorers_node_brings_the_parts_of_other_nodes_once(two_nodes: PretendTrainer) -> None:
+    for seed in (5, 6, 7):
+        weights = random_weights(seed)
+        sealed = two_nodes.publish(weights)
+        [info] = [info for info in sealed.parts.values() if info.node == "far-away"]
+        for name in ("explorer-0", "explorer-1"):
+            report = make_loader(two_nodes, empty(weights), name=name).load(None)
+            assert (report.digest, report.fault) == (reference_digest(weights, "BF16"), None)
+            assert report.bytes_moved == sum(layout.nbytes for layout in two_nodes.layouts.values())
+        wanted = WantedPart(sealed.version, sealed.slot, info.part, info.nbytes, two_nodes.agents["far-away"])
+        brought = [two_nodes.agents[node_id()].bring(wanted).result(LIMIT) for _ in range(2)]
+        assert brought[0] == brought[1]
+        assert brought[0].path != info.path
+        assert Path(brought[0].path).read_bytes() == bytes(two_nodes.segment(sealed.slot, info.part))
+
+
+def test_parts_come_as_rays_objects_where_the_owner_takes_no_connections_and_the_report_says_why(
+    synchronizer: Synchronizer, make_agent: MakeAgent
+) -> None:
+    here = make_agent(synchronizer.client, secret=b"s" * 32)
+    other = make_agent(synchronizer.client, secret=b"x" * 32, node="far-away")
+    trainer, weights = PretendTrainer(synchronizer.client, {"far-away": other}), random_weights(9)
+    trainer.publish(weights)
+    agents = {node_id(): here, **trainer.agents}
+    layouts = LayoutCache(agents, LIMIT)
+    transport = MemoryTransport(agents, layouts, LIMIT, node_id(), lambda error: loader.note_fault(error))
+    loader = make_loader(trainer, empty(weights), transport=transport)
+    report = loader.load(None)
     assert report.digest == reference_digest(weights, "BF16")
-    assert report.bytes_moved == sum(layout.nbytes for layout in two_nodes.layouts.values())
+    assert report.fault is not None
+    assert "accepts no connection" in report.fault
+    assert loader.load(None).fault is None
 
 
 # ---- files

@@ -99,7 +99,10 @@ class Run:
             name: tensor.to(dtype) if tensor.is_floating_point() else tensor
             for name, tensor in empty(self.weights).items()
         }
-        transport = self._mode.transport(self.side(node=node or node_id()))
+        node = node or node_id()
+        # the one real agent stands for that of another node
+        agents = {node: next(iter(self.trainer.agents.values())), **self.trainer.agents}
+        transport = self._mode.transport(self.side(node=node, agents=agents))
         assert isinstance(transport, DeltaTransport)
         return make_loader(self.trainer, here, transport=transport, **settings), here
 

@@ -14,6 +14,7 @@ from ray.exceptions import RayActorError
 from tests import local_ray
 from trinity_sync.actors.calls import MemberDied
 from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.protocol.parts import PartInfo
 from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.protocol.statuses import STATUSES
 from trinity_sync.protocol.versions import Version
@@ -22,6 +23,7 @@ from trinity_sync.sync.synchronizer import SynchronizerActor
 from trinity_sync.sync.synchronizer_handle import Synchronizer
 
 PARTS = ["rank-00000"]
+HERE = PartInfo(part=PARTS[0], node="here", path="", nbytes=1000, layout="", buckets=None)
 LONG = 60.0
 
 
@@ -32,7 +34,7 @@ def body(**config: Any) -> SynchronizerActor:
 async def commit(actor: SynchronizerActor, step: int, location: str | None = None) -> Version:
     version = Version(0, step)
     await actor.begin(version, PARTS, LONG)
-    await actor.staged(version, dict.fromkeys(PARTS, "here"))
+    await actor.staged(version, dict.fromkeys(PARTS, HERE))
     await actor.digested(version, f"digest {step}")
     await actor.commit(version, location)
     return version
@@ -119,6 +121,22 @@ def test_a_lease_that_nobody_releases_ends_by_itself() -> None:
         lease = await actor.lease("explorer-0", Version(0, 0))
         await commit(actor, 1)
         assert await actor.begin(Version(0, 2), PARTS, LONG) == lease.slot
+
+    run(story())
+
+
+def test_a_lease_lasts_as_long_as_a_load_of_its_bytes_at_the_slowest_rate() -> None:
+    async def story() -> None:
+        now = [0.0]
+        config = SynchronizerConfig(lease_s=30.0, min_rate_mbps=0.00016)  # 100 s for the version twice
+        actor = SynchronizerActor(config, lambda: now[0])
+        await commit(actor, 0)
+        lease = await actor.lease("explorer-0", Version(0, 0))
+        await commit(actor, 1)
+        now[0] = 129.0
+        assert await actor.begin_if_free(Version(0, 2), PARTS) is None
+        now[0] = 131.0
+        assert await actor.begin_if_free(Version(0, 2), PARTS) == lease.slot
 
     run(story())
 
@@ -276,7 +294,7 @@ def test_a_lease_gives_label_place_and_digest_of_one_version_together() -> None:
         await commit(actor, 0, "/run/global_step_0")
         lease = await actor.lease("explorer-0")
         assert (lease.version, lease.digest, lease.location) == (Version(0, 0), "digest 0", "/run/global_step_0")
-        assert lease.parts == dict.fromkeys(PARTS, "here")
+        assert lease.parts == dict.fromkeys(PARTS, HERE)
 
     run(story())
 
@@ -417,7 +435,7 @@ _steps = itertools.count()
 def publish(synchronizer: Synchronizer, location: str | None = None) -> int:
     version = Version(0, next(_steps))
     synchronizer.client.begin(version, PARTS, LONG).result(LONG)
-    synchronizer.client.staged(version, dict.fromkeys(PARTS)).result(LONG)
+    synchronizer.client.staged(version, dict.fromkeys(PARTS, HERE)).result(LONG)
     synchronizer.client.digested(version, None).result(LONG)
     synchronizer.client.commit(version, location).result(LONG)
     return version.step

@@ -12,7 +12,7 @@ import torch
 
 from tests.trainer.test_agent_saver import LIMIT, PART, PretendBackend
 from trinity_sync.actors.agent_client import AgentClient
-from trinity_sync.errors import WaitTimeout
+from trinity_sync.errors import WaitLimit, WaitTimeout
 from trinity_sync.protocol.versions import Version
 from trinity_sync.trainer import member as stager_module
 from trinity_sync.trainer.member import WeightStager
@@ -129,3 +129,12 @@ def test_a_copy_that_does_not_end_is_an_error_of_the_step(monkeypatch: pytest.Mo
         rank.engine.train(1)
     rank.gate.set()
     rank.staged()
+
+
+def test_a_copy_may_take_as_long_as_its_bytes_at_the_slowest_rate(monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = Rank(monkeypatch, timeout_s=WaitLimit(0.05, 0.001))  # 32 s for 4 kB
+    rank.stager.stage(VERSION, 0, lazily=True)
+    opened = threading.Timer(0.2, rank.gate.set)
+    opened.start()
+    rank.engine.train(1)
+    assert rank.staged().eq(0).all()

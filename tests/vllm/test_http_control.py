@@ -16,10 +16,11 @@ from typing import Any
 import pytest
 
 from trinity_sync.actors.explorer_client import EngineDied
-from trinity_sync.errors import ConfigError, RunError, WaitTimeout
+from trinity_sync.errors import ConfigError, RunError, WaitLimit, WaitTimeout
 from trinity_sync.integrations.vllm import server as server_module
 from trinity_sync.integrations.vllm.server import HttpControl, Server, lock_server
 
+NBYTES = 1_000_000
 CHANGES_WEIGHTS = ("/start_weight_update", "/update_weights", "/collective_rpc")
 
 
@@ -36,12 +37,14 @@ class LateServer:
         self.held = "default"
         self.late = False
         self.labels: list[str] = []
+        self.moved: dict[str, int] = {}
         self.on: dict[str, Callable[[], None]] = {}
 
     def get(self, path: str, what: str) -> dict[str, Any]:
         return {"weight_version": self.held}
 
-    def post(self, path: str, what: str, body: Any = None, params: Any = None) -> dict[str, Any]:
+    def post(self, path: str, what: str, body: Any = None, params: Any = None, nbytes: int = 0) -> dict[str, Any]:
+        self.moved[path] = nbytes
         if path in CHANGES_WEIGHTS:
             self.labels.append(self.held)
         self.on.get(path, lambda: None)()
@@ -60,12 +63,12 @@ class LateServer:
 
 def by_workers(control: HttpControl, version: str) -> None:
     control.start_update(version)
-    control.update(version)
+    control.update(version, NBYTES)
     control.finish_update(version)
 
 
 def by_file(control: HttpControl, version: str) -> None:
-    control.reload(Path("/nowhere"), version)
+    control.reload(Path("/nowhere"), version, NBYTES)
 
 
 WAYS = pytest.mark.parametrize("give", [by_workers, by_file])
@@ -192,6 +195,25 @@ def test_a_server_that_closes_idle_connections_is_not_taken_for_dead(monkeypatch
         threading.Thread(target=made.serve_forever, daemon=True).start()
         try:
             assert Server(f"http://127.0.0.1:{made.server_port}", 20.0).post("/work", "work") == {}
+        finally:
+            made.shutdown()
+
+
+@pytest.mark.parametrize(("give", "moves"), [(by_workers, "/update_weights"), (by_file, "/collective_rpc")])
+def test_the_call_that_moves_a_version_waits_for_its_bytes(
+    give: Callable[[HttpControl, str], None], moves: str
+) -> None:
+    server = LateServer()
+    give(HttpControl(server), "0.1")  # type: ignore[arg-type]
+    assert {path: nbytes for path, nbytes in server.moved.items() if nbytes} == {moves: NBYTES}
+
+
+def test_a_server_may_take_as_long_as_its_bytes_at_the_slowest_rate() -> None:
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), ClosingHandler) as made:
+        threading.Thread(target=made.serve_forever, daemon=True).start()
+        try:
+            server = Server(f"http://127.0.0.1:{made.server_port}", WaitLimit(0.1, 1.0))
+            assert server.post("/work", "work", nbytes=NBYTES) == {}  # 8 s
         finally:
             made.shutdown()
 

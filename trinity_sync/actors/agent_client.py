@@ -86,6 +86,8 @@ class AgentClient(RayClient):
     tensor_digests = RemoteMethod(NodeAgent.tensor_digests, "tell the digests of version {0}")
     layout = RemoteMethod(NodeAgent.layout, "describe {0}")
     share = RemoteMethod(NodeAgent.share, "hand out {2}")
+    bring = RemoteMethod(NodeAgent.bring, "bring {0}")
+    source = RemoteMethod(NodeAgent.source, "name a source of {2} of version {0}")
     write = RemoteMethod(NodeAgent.write, "write slot {0} into {1}")
 
     encode_deltas = RemoteMethod(NodeAgent.encode_deltas, "make the deltas of version {0}")

@@ -67,7 +67,7 @@ class LoadReport:
     apply_s: float = 0.0  # that deltas took to apply
     began: float | None = None  # time of the call by the caller's clock, Unix seconds
     base: str | None = None  # digest of an adapter's base; None: the version is whole
-    fault: str | None = None  # why the version was read a second time; None: it was read once
+    fault: str | None = None  # errors on the way that were overcome, such as damaged bytes; None: there were none
 
 
 @dataclass(frozen=True, kw_only=True)

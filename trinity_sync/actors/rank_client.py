@@ -127,7 +127,8 @@ class Broadcast:
     explorers: Sequence[str]  # names of the receivers in order, see `receivers`
     transport: str  # gloo or nccl
     cut: Cut  # buckets if each is checked before use, else tensors
-    timeout_s: float  # of each operation
+    timeout_s: float  # of each wait: a `WaitLimit`, which `grown` makes longer for bytes
+    nbytes: Sequence[int]  # that each sender sends
     # What travels in place of the parts: the deltas from a version that all receivers hold, by part.
     base: Version | None = None
     deltas: Mapping[str, Sequence[SharedDelta]] = field(default_factory=dict)

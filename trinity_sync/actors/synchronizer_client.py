@@ -44,6 +44,11 @@ class Sealed:
     parts: dict[str, PartInfo]  # by name
 
     @property
+    def nbytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(info.nbytes for info in self.parts.values())
+
+    @property
     def blocked_s(self) -> float:
         """Seconds for which the trainer was blocked."""
         return max((info.blocked_s for info in self.parts.values()), default=0.0)
@@ -67,7 +72,8 @@ class SynchronizerClient(RayClient):
 
     Args:
         handle: Ray's handle of the synchronizer.
-        timeout_s: limit of the waits that have none of their own (`sync.timeout_s`), seconds.
+        timeout_s: limit of the waits that have none of their own (`sync.timeout_s`), seconds; a `WaitLimit` where the
+            waits for bytes of its users grow.
     """
 
     def __init__(self, handle: ActorHandle, timeout_s: float) -> None:

@@ -278,6 +278,11 @@ def _check_encoding(get: Get) -> Iterator[Problem]:
             yield Problem("sync.encoding", told)
 
 
+def _check_transport(get: Get) -> Iterator[Problem]:
+    if get("sync.mode") == "nccl" and (chosen := get("sync.transport")) in ("tcp", "ray"):
+        yield Problem("sync.transport", f"is {chosen}, which is for sync=memory; set it to auto, nccl or gloo")
+
+
 def sync_settings(settings: Mapping[str, object], explorer: str) -> dict[str, object]:
     """Return the settings of a sync mode for a kind of explorers. ``auto`` is ``full`` where one of both may not take
     deltas.
@@ -445,6 +450,7 @@ _CHECKS: tuple[Check, ...] = (
     _check_name,
     _check_staleness,
     _check_encoding,
+    _check_transport,
     _check_optimizer,
     _check_retention,
     *(partial(_check_saving, key) for key in _SAVING),

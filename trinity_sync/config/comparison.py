@@ -35,6 +35,7 @@ LOCATIONS = (
     "checkpoint.mirror_timeout_s",
     "checkpoint.mirror_wait_s",
     "checkpoint.stop_s",
+    "sync.min_rate_mbps",
     "sync.shm_dir",
     "sync.store",
     "cluster",

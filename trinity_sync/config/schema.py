@@ -16,6 +16,7 @@ from omegaconf import MISSING, DictConfig, OmegaConf
 from trinity_sync.config.composition import plain, register_resolvers
 from trinity_sync.config.lookup import LABELS, TARGET, load_class
 from trinity_sync.config.overrides import accept_short_rewards
+from trinity_sync.errors import WaitLimit
 from trinity_sync.host.references import Settings, Value
 from trinity_sync.protocol.retention import POLICIES, QUANTITY, Policy, make_policy, policy_named
 
@@ -366,10 +367,16 @@ class SyncConfig:
     slots: int = number(at_least=2)
     verify: str = choice("full", "bucket", "off")
     timeout_s: float = seconds(more_than=0)
+    min_rate_mbps: float | None = number(more_than=0)
     lease_s: float = seconds(more_than=0)
-    transport: str = choice("auto", "nccl", "gloo")
+    transport: str = choice("auto", "nccl", "gloo", "tcp", "ray")
     shm_dir: str = MISSING
     durable: bool = MISSING
+
+    @property
+    def limit_s(self) -> WaitLimit:
+        """The limit of a wait, which grows with its bytes."""
+        return WaitLimit(self.timeout_s, self.min_rate_mbps)
 
 
 @dataclass(kw_only=True)

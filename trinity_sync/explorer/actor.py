@@ -28,7 +28,7 @@ from trinity_sync.config import TARGET, build, build_task, dtype_name, load
 from trinity_sync.config.checks import sync_settings
 from trinity_sync.config.lora_settings import adapter_of, travels
 from trinity_sync.config.schema import Config, VllmConfig, VllmServerConfig
-from trinity_sync.errors import RunError, TrinityError, WaitTimeout
+from trinity_sync.errors import RunError, TrinityError, WaitTimeout, grown
 from trinity_sync.explorer.engine import RolloutEngine
 from trinity_sync.host.hardware import peak_memory_with_children
 from trinity_sync.host.logs import own_log, story
@@ -36,7 +36,7 @@ from trinity_sync.host.origin import error_text
 from trinity_sync.host.process import without_collections
 from trinity_sync.host.references import Settings
 from trinity_sync.protocol.rounds import RoundMember
-from trinity_sync.protocol.versions import Version
+from trinity_sync.protocol.versions import LOAD_HOPS, Version
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.record import FOR_TRAINING, Drawing, Prompt
 from trinity_sync.sync.base import ExplorerSide, LayoutCache, SyncMode
@@ -63,8 +63,8 @@ class Explorer:
 
             load(f"explorer.{TARGET}", str(self._spec.engine[TARGET]))
 
-    def start(self) -> None:
-        """Build engine and task. Not in `__init__`, whose errors Ray reports as the actor's death."""
+    def start(self) -> str:
+        """Build engine and task; return Ray's id of the node. Not `__init__`, whose errors Ray reports as a death."""
         self._task = build_task(self._spec.task, self._spec.seed)
         judge: Judge | None = getattr(self._task, "reward_judge", None)
         if judge is not None:  # its processes begin while the model loads
@@ -75,6 +75,7 @@ class Explorer:
             use_deterministic_kernels()
         self._engine: RolloutEngine = build("explorer", self._spec.engine, RolloutEngine)  # type: ignore[type-abstract]
         story.info("up: %s of %s", type(self._engine).__name__, self._spec.engine["model_path"])
+        return str(ray.get_runtime_context().get_node_id())
 
     def attach(self, agents: dict[str, AgentClient]) -> ExplorerProcess:
         """Connect to the node agents (by Ray node id), whose slots exist by then; return where this explorer runs."""
@@ -93,12 +94,17 @@ class Explorer:
             settings=spec.sync,
             lease_folder=partial(_lease_folder, spec),
             still_leased=lambda lease_id: self._synchronizer.holds(lease_id).result(self._synchronizer.timeout_s),
+            on_fault=self._note_fault,
         )
         target = self._engine.target(mode, side, spec.verify)
         self._loader = WeightLoader(spec.member, target, self._synchronizer)
         self._base = self._engine.base_digest(dtype_name(str(spec.sync["wire_dtype"])))
         closes = type(self._engine).close is not RolloutEngine.close
         return {"pid": os.getpid(), "node": node, "base": self._base, "closes": closes}
+
+    def _note_fault(self, error: str) -> None:
+        assert self._loader is not None, "a load found it"
+        self._loader.note_fault(error)
 
     def load(self, version: Version | None, broadcast: Broadcast | None = None) -> LoadReport:
         """Load a committed version, the newest for None."""
@@ -211,7 +217,7 @@ def _lease_folder(
     spec: ExplorerSpec, folder: Path, version: Version, clock: Callable[[], float] = time.time
 ) -> Iterator[Callable[[], None]]:
     """Lease a version's folder while it is read, so that the commit of a newer version does not delete it. The lease
-    expires `sync.timeout_s` after the last read.
+    expires `sync.timeout_s`, and the time for the version's bytes, after the last read.
     """
     from trinity_sync.checkpoint.folder.leases import lease_checkpoint
 
@@ -226,6 +232,9 @@ def _lease_folder(
             lease.renew(seconds)
 
     with lease_checkpoint(folder.parent, version.step, reader=spec.name, seconds=seconds, clock=clock) as lease:
+        seconds = grown(seconds, LOAD_HOPS * lease.nbytes)
+        with suppress(OSError):
+            lease.renew(seconds)
         yield renew
 
 
@@ -342,7 +351,7 @@ class ExplorerSpec:
     deterministic: bool
     sync: Mapping[str, object]  # the `sync` node of the config, to be instantiated for the explorer's half of the mode
     verify: str
-    sync_timeout_s: float
+    sync_timeout_s: float  # a `WaitLimit`
     log_dir: str | None
     processes: int = 1  # processes that hold its weights; one GPU each where there are GPUs
 
@@ -382,7 +391,7 @@ def explorer_spec(cfg: Config, model_path: str, log_dir: str) -> ExplorerSpec:
         deterministic=cfg.trainer.deterministic and cfg.trainer.schedule == "lockstep",
         sync=sync_settings(vars(cfg.sync), cfg.explorer.kind),
         verify=cfg.sync.verify,
-        sync_timeout_s=cfg.sync.timeout_s,
+        sync_timeout_s=cfg.sync.limit_s,
         log_dir=log_dir,
         processes=_processes(cfg),
     )

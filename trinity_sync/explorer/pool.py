@@ -20,12 +20,12 @@ from trinity_sync.actors.calls import Call, MemberDied, ended, results
 from trinity_sync.actors.explorer_client import Beside, ExplorerClient, Generated, LoadFailed, LoadReport, Produced
 from trinity_sync.actors.pending import failures_logged
 from trinity_sync.actors.synchronizer_client import SynchronizerClient
-from trinity_sync.errors import ConfigError, RunError, WaitTimeout
+from trinity_sync.errors import ConfigError, RunError, WaitTimeout, grown
 from trinity_sync.explorer.actor import Explorer, ExplorerSpec
 from trinity_sync.host.interrupts import REST_S, left
 from trinity_sync.host.logs import story
 from trinity_sync.protocol.rounds import RoundMember
-from trinity_sync.protocol.versions import Version
+from trinity_sync.protocol.versions import LOAD_HOPS, Version
 from trinity_sync.samples.batch import SampleBatch, assign
 from trinity_sync.samples.record import FOR_TRAINING, Drawing, Prompt
 from trinity_sync.sync.base import Delivery
@@ -42,8 +42,9 @@ class ExplorerPool:
         num_gpus: GPUs reserved for each process of an explorer that holds weights.
         max_restarts: restarts of dead explorers, over the whole run.
         start_timeout_s: limit of an explorer's start, seconds.
-        explorer_timeout_s: limit of a generation, seconds.
+        explorer_timeout_s: limit of a generation, seconds; a `WaitLimit` grows with a load in the same call.
         on_fault: called with each death that a restart repairs: (where, error).
+        start_agent: starts the agent of a node that has explorers only, where the sync mode needs one.
     """
 
     def __init__(
@@ -58,6 +59,7 @@ class ExplorerPool:
         explorer_timeout_s: float,
         on_fault: Callable[[str, str], None],
         on_generated: Callable[[Generated], None],
+        start_agent: Callable[[str], AgentClient | None] = lambda node: None,
     ) -> None:
         self._spec = spec
         self._synchronizer = synchronizer
@@ -68,15 +70,17 @@ class ExplorerPool:
         self._timeout_s = explorer_timeout_s
         self._on_fault = on_fault
         self._on_generated = on_generated
+        self._start_agent = start_agent
         self._agents: dict[str, AgentClient] = {}
         self._base: str | None = None
+        self._version_bytes = 0
         self._held: Version | None = None
         self._closes = False
         self._members: dict[str, RoundMember] = {}
         self._nodes: dict[str, str] = {}
         names = [f"explorer-{index}" for index in range(replicas)]
         self.clients = {name: self._create(name) for name in names}
-        self._starting: dict[str, Call[None]] = {}
+        self._starting: dict[str, Call[str]] = {}
 
     def _create(self, name: str) -> ExplorerClient:
         actor = ray.remote(failures_logged(Explorer)).options(
@@ -92,24 +96,26 @@ class ExplorerPool:
         """Begin to build all engines. The model's folder exists by then. Does not wait; `attach` does."""
         self._starting = {name: client.start() for name, client in self.clients.items()}
 
-    def introduce(self, agents: dict[str, AgentClient], base: str | None = None) -> None:
-        """Set the node agents to which `join` connects explorers one by one."""
-        self._agents = agents
+    def introduce(self, agents: dict[str, AgentClient], base: str | None = None, version_bytes: int = 0) -> None:
+        """Set the node agents to which `join` connects explorers one by one, and the bytes of a version."""
+        self._agents = dict(agents)
         self._base = base
+        self._version_bytes = version_bytes
 
     def join(self, name: str) -> None:
         """Wait until one explorer is up and connect it to the node agents. Any thread."""
         self._connect({name: self._starting.pop(name)})
 
-    def attach(self, agents: dict[str, AgentClient], base: str | None = None) -> None:
+    def attach(self, agents: dict[str, AgentClient], base: str | None = None, version_bytes: int = 0) -> None:
         """Wait until all explorers are up and connect them to the node agents. Arguments as of `introduce`."""
-        self.introduce(agents, base)
+        self.introduce(agents, base, version_bytes)
         starting, self._starting = self._starting, {}
         self._connect(starting)
 
-    def _connect(self, starting: dict[str, Call[None]]) -> None:
-        results(list(starting.values()), self._start_timeout_s)
-        places = results([self.clients[name].attach(self._agents) for name in starting], self._start_timeout_s)
+    def _connect(self, starting: dict[str, Call[str]]) -> None:
+        nodes = dict(zip(starting, results(list(starting.values()), self._start_timeout_s), strict=True))
+        attaching = [self.clients[name].attach(self._agents_of(node)) for name, node in nodes.items()]
+        places = results(attaching, self._start_timeout_s)
         for name, place in zip(starting, places, strict=True):
             story.info("%s is up: pid %d on node %s", name, place["pid"], place["node"])
             self._nodes[name] = place["node"]
@@ -120,6 +126,17 @@ class ExplorerPool:
                     f"{place['base']}, the trainer's has {self._base}; all nodes must see the same folder, and it "
                     "must not change during the run"
                 )
+
+    def work_limit(self, more_s: float = 0.0) -> float:
+        """Return the limit, seconds, of a load and a generation in one call, and of `more_s` seconds besides."""
+        return grown(self._timeout_s, LOAD_HOPS * self._version_bytes, more_s=more_s)
+
+    def _agents_of(self, node: str) -> dict[str, AgentClient]:
+        """Return the agents of the trainer's nodes and of an explorer's."""
+        with self._lock:
+            if node not in self._agents and (agent := self._start_agent(node)) is not None:
+                self._agents[node] = agent
+            return dict(self._agents)
 
     def places(self) -> dict[str, str]:
         """Return Ray's id of the node of each connected explorer, by name. Any thread."""
@@ -184,7 +201,7 @@ class ExplorerPool:
         """
         began = time.time()
         try:
-            produced = self.clients[name].produce(work, samples_per_prompt).result(self._timeout_s)
+            produced = self.clients[name].produce(work, samples_per_prompt).result(self.work_limit())
         except LoadFailed as error:
             raise error.after(*_timed(error.load, error.beside, began)[:2]) from error
         load, beside, loaded = _timed(produced.load, produced.beside, began)
@@ -195,7 +212,7 @@ class ExplorerPool:
     def take(self, name: str, version: Version) -> LoadReport:
         """Have one explorer load a version and hold it until its next `produce`. Any thread; raises as `produce`."""
         began = time.time()
-        return replace(self.clients[name].load(version).result(self._timeout_s), began=began)
+        return replace(self.clients[name].load(version).result(self.work_limit()), began=began)
 
     def answer(
         self, name: str, version: Version, prompts: Sequence[Prompt], samples_per_prompt: int, drawing: Drawing

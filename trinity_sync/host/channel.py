@@ -1,6 +1,6 @@
 """Connections between processes over TCP or a Unix socket. Both sides prove a secret before either unpickles anything,
-each message is a pickle behind its length, and each wait has a limit. Used by local actors, by the workers of vLLM and
-by the syncs of a verl program.
+each message is a pickle behind its length, and each wait has a limit. Used by local actors, by the workers of vLLM, by
+the syncs of a verl program, and by node agents, which send data between messages.
 """
 
 from __future__ import annotations
@@ -107,6 +107,19 @@ class Connection:
         self._fill(LENGTH.size + length_of(self._data), until)
         data, self._data = self._data, bytearray()
         return pickle.loads(memoryview(data)[LENGTH.size :])
+
+    def send_data(self, data: memoryview, idle_s: float) -> None:
+        """Send bytes that are no message. Errors as of `send`; any byte that is taken begins the timeout again."""
+        while data:
+            data = data[self._try(partial(self.socket.send, data), select.POLLOUT, time.monotonic() + idle_s) :]
+
+    def receive_data(self, into: memoryview, idle_s: float) -> None:
+        """Fill memory with bytes that are no message. Errors as of `receive`; any byte begins the timeout again."""
+        while into:
+            count = self._try(partial(self.socket.recv_into, into), select.POLLIN, time.monotonic() + idle_s)
+            if not count:
+                raise EOFError("the connection was closed")
+            into = into[count:]
 
     def read(self, length: int, until: float) -> bytes:
         """Read so many bytes; errors as for `receive`."""

@@ -37,7 +37,7 @@ def comes_true(condition: Callable[[], object], limit_s: float, poll_s: float) -
     """Look every `poll_s` seconds whether a condition is true, for at most `limit_s`; return whether it is."""
     until = time.monotonic() + limit_s
     while not condition():
-        if time.monotonic() > until:
+        if time.monotonic() >= until:
             return False
         time.sleep(poll_s)
     return True

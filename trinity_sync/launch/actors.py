@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
 import sys
 import threading
@@ -29,14 +30,15 @@ from trinity_sync.checkpoint.mirror.run_mirror import MirrorSettings, RunMirror
 from trinity_sync.config import TARGET, Config, load_class, retention_policies
 from trinity_sync.config.lora_settings import travels
 from trinity_sync.config.schema import CheckpointConfig
-from trinity_sync.errors import ConfigError, RunError, WaitTimeout
+from trinity_sync.errors import ConfigError, RunError, WaitLimit, WaitTimeout
 from trinity_sync.host import interrupts
+from trinity_sync.host.channel import SECRET_BYTES
 from trinity_sync.host.interrupts import REST_S, interrupted, left
 from trinity_sync.host.logs import story
 from trinity_sync.launch.cluster import Cluster
 from trinity_sync.launch.row_scan import NOTHING, Scanned
 from trinity_sync.launch.start import Start
-from trinity_sync.protocol.parts import MANIFEST
+from trinity_sync.protocol.parts import MANIFEST, VersionBytes
 from trinity_sync.tracking.events import Event, FaultEvent, OtherEvent, parse_event
 from trinity_sync.tracking.recorder import Recorder
 from trinity_sync.tracking.run_record import RunFolder
@@ -51,6 +53,7 @@ if TYPE_CHECKING:
     from trinity_sync.actors.synchronizer_client import SynchronizerClient
     from trinity_sync.explorer.pool import ExplorerPool
     from trinity_sync.protocol.parts import Compared, LeftOut
+    from trinity_sync.sync.node_agent import AgentConfig
     from trinity_sync.trainer.group import TrainerGroup
     from trinity_sync.trainer.worker_spec import WorkerSpec
     from trinity_sync.weights.layout import PartLayout
@@ -132,6 +135,7 @@ class Actors:
         self.free = cfg.trainer.schedule == "free"
         self.pool: ExplorerPool | None = None
         self.agents: Mapping[str, AgentClient] = {}
+        self._bringing: dict[str, AgentClient] = {}  # agents of nodes that have explorers only
         self.model_path = str(cfg.model.path or folder.model)
         self._given = _absolute(self.model_path)
         if start.weights_only:
@@ -150,7 +154,11 @@ class Actors:
         self._roles["trainer"] = lambda: self.trainer.ranks
         resume_point.set_start(start.checkpoints, start.step if start.continued else 0, self._recorder.attempt)
         config = SynchronizerConfig(
-            slots=cfg.sync.slots, lease_s=cfg.sync.lease_s, timeout_s=cfg.sync.timeout_s, log_dir=self._logs
+            slots=cfg.sync.slots,
+            lease_s=cfg.sync.lease_s,
+            timeout_s=cfg.sync.timeout_s,
+            min_rate_mbps=cfg.sync.min_rate_mbps,
+            log_dir=self._logs,
         )
         self.synchronizer = Synchronizer.get_actor(config, self._cluster.namespace).client
         self._roles["synchronizer"] = lambda: [self.synchronizer]
@@ -178,23 +186,40 @@ class Actors:
                 file=sys.stderr,
             )
         self._check_shared_folder()
+        self._agent_config = agent_config(cfg, self.infos, self._run_key, self._folder.slots, self._logs)
         self.agents = start_agents(
             cfg,
+            self._agent_config,
             self.infos,
             self.trainer,
             synchronizer=self.synchronizer,
             make_coordinator=coordinator_option(self._cfg.checkpoint, self.monitor.handle, self._recorder.attempt),
-            run_key=self._run_key,
-            fallback=self._folder.slots,
-            log_dir=self._logs,
         )
-        self._roles["node_agent"] = lambda: self.agents.values()
+        self._roles["node_agent"] = lambda: [*self.agents.values(), *self._bringing.values()]
         for agent in self.agents.values():
             story.info("%s is up", agent.who)
         if self.pool is not None:
             # in a free run each explorer joins when it is up
-            (self.pool.introduce if self.free else self.pool.attach)(self.agents, self.published_base)
+            connect = self.pool.introduce if self.free else self.pool.attach
+            connect(self.agents, self.published_base, self.version_bytes.whole)
         self._restore()
+
+    def _bring_to(self, node: str) -> AgentClient | None:
+        """Start the agent of a node that has explorers only, which brings parts there; None: the mode needs none."""
+        from trinity_sync.sync.base import SyncMode
+
+        mode = load_class(f"sync.{TARGET}", str(self._cfg.sync._target_), SyncMode)  # type: ignore[type-abstract]
+        if not mode.agents_bring_parts:
+            return None
+        named = replace(self._agent_config, log_name=f"node-agent-{len(self.agents) + len(self._bringing)}")
+        # what it has can be brought again
+        self._bringing[node] = agent_on(node, named, max_restarts=3, max_task_retries=3)
+        return self._bringing[node]
+
+    @property
+    def version_bytes(self) -> VersionBytes:
+        """The bytes of each version."""
+        return VersionBytes.of((info.node, info.layout.nbytes) for info in self.infos if info.layout is not None)
 
     @property
     def base(self) -> Base | None:
@@ -250,7 +275,7 @@ class Actors:
         if self.pool is not None:
             with contextlib.suppress(Exception):
                 self.pool.close()
-        close_agents(self.agents)
+        close_agents({**self.agents, **self._bringing})
 
     # -- building
 
@@ -311,9 +336,12 @@ class Actors:
             num_gpus=1.0 if self._use_gpu else 0.0,
             max_restarts=cfg.explorer.max_restarts,
             start_timeout_s=cfg.cluster.start_timeout_s,
-            explorer_timeout_s=cfg.explorer.timeout_s,
+            explorer_timeout_s=WaitLimit(
+                cfg.explorer.timeout_s, cfg.sync.min_rate_mbps, ("explorer.timeout_s", "sync.min_rate_mbps")
+            ),
             on_fault=self._recorder.fault,
             on_generated=partial(record_generated, self._recorder),
+            start_agent=self._bring_to,
         )
 
     def _make_model(self) -> None:
@@ -480,7 +508,7 @@ class EventRelay:
         self._sink(event)
 
 
-# -- node agents: one on each node with trainer ranks, with the slots of these ranks
+# -- node agents: one on each node with trainer ranks, with the slots of these ranks, or with explorers
 
 
 _CLOSE_S = 10.0
@@ -488,53 +516,73 @@ _RAY_S = 4.0
 """Share of the time after an interrupt that is reserved for Ray's end."""
 
 
+def agent_config(cfg: Config, infos: Sequence[RankInfo], run_key: str, fallback: Path, log_dir: str) -> AgentConfig:
+    """Return the settings of a run's node agents."""
+    from trinity_sync.sync.node_agent import AgentConfig
+
+    return AgentConfig(
+        run_key=run_key,
+        slots=cfg.sync.slots,
+        root=cfg.sync.shm_dir,
+        fallback=str(fallback),
+        verify=cfg.sync.verify,
+        nodes=len({info.node for info in infos if info.layout is not None}),
+        threads=max(1, (os.cpu_count() or 2) // 2),
+        durable=cfg.checkpoint.fsync,
+        save_timeout_s=cfg.checkpoint.timeout_s,
+        log_dir=log_dir,
+        transport=cfg.sync.transport,
+        secret=secrets.token_bytes(SECRET_BYTES),
+        timeout_s=cfg.sync.limit_s,
+    )
+
+
+def agent_on(
+    node: str,
+    config: AgentConfig,
+    synchronizer: SynchronizerClient | None = None,
+    lead: AgentClient | None = None,
+    **options: int,
+) -> AgentClient:
+    """Start an agent on a node, with further `options` for Ray. Does not wait."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    from trinity_sync.actors.agent_client import AgentClient
+    from trinity_sync.actors.pending import failures_logged
+    from trinity_sync.sync.node_agent import NodeAgent
+
+    there = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
+    actor = ray.remote(failures_logged(NodeAgent)).options(
+        num_cpus=0, scheduling_strategy=there, max_concurrency=1000, **options
+    )
+    return AgentClient(actor.remote(config, synchronizer, lead), node)
+
+
 def start_agents(
     cfg: Config,
+    config: AgentConfig,
     infos: Sequence[RankInfo],
     trainer: TrainerGroup,
     *,
     synchronizer: SynchronizerClient,
     make_coordinator: Callable[..., CheckpointCoordinator],
-    run_key: str,
-    fallback: Path,
-    log_dir: str,
 ) -> dict[str, AgentClient]:
     """Start the node agents, have them make their slots, and attach the trainer's ranks. Returns agents by Ray node id.
     Raises RunError, WaitTimeout: an agent or a rank does not answer, or has no room.
     """
-    import ray
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
-
-    from trinity_sync.actors.agent_client import AgentClient
     from trinity_sync.actors.calls import results
-    from trinity_sync.actors.pending import failures_logged
-    from trinity_sync.sync.node_agent import AgentConfig, NodeAgent
 
     layouts: dict[str, dict[str, PartLayout]] = {}
     for info in infos:
         held = layouts.setdefault(info.node, {})
         if info.layout is not None:
             held[info.part] = info.layout
-    config = AgentConfig(
-        run_key=run_key,
-        slots=cfg.sync.slots,
-        root=cfg.sync.shm_dir,
-        fallback=str(fallback),
-        verify=cfg.sync.verify,
-        nodes=sum(bool(held) for held in layouts.values()),
-        threads=max(1, (os.cpu_count() or 2) // 2),
-        durable=cfg.checkpoint.fsync,
-        save_timeout_s=cfg.checkpoint.timeout_s,
-        log_dir=log_dir,
-    )
     agents: dict[str, AgentClient] = {}
     lead: AgentClient | None = None
-    body = ray.remote(failures_logged(NodeAgent))
     for node in layouts:
-        strategy = NodeAffinitySchedulingStrategy(node_id=node, soft=False)
-        actor = body.options(num_cpus=0, scheduling_strategy=strategy, max_concurrency=1000)
         named = replace(config, log_name=f"node-agent-{len(agents)}" if agents else "node-agent")
-        agents[node] = AgentClient(actor.remote(named, synchronizer, lead), node)
+        agents[node] = agent_on(node, named, synchronizer, lead)
         lead = lead or agents[node]
 
     try:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from trinity_sync.config import build, retention_policies
 from trinity_sync.config.checks import sync_settings
+from trinity_sync.errors import grown
 from trinity_sync.host import interrupts
 from trinity_sync.launch import sample_source
 from trinity_sync.launch.actors import Actors, Setup
@@ -104,7 +105,8 @@ class Job:
         actors = self.actors
         holders = {info.node for info in actors.infos if info.layout is not None}
         agents = {node: agent for node, agent in actors.agents.items() if node in holders}
-        return PublishedState(actors.synchronizer, agents, self._cfg.sync.timeout_s)
+        read_s = grown(self._cfg.sync.limit_s, 2 * actors.version_bytes.node)  # they read and digest it
+        return PublishedState(actors.synchronizer, agents, read_s)
 
     def _publisher(self, saves: SaveSettings) -> Publisher:
         from trinity_sync.checkpoint.folder.contents import DELTAS
@@ -119,7 +121,8 @@ class Job:
             synchronizer=actors.synchronizer,
             agents=actors.agents,
             ranks=actors.trainer.ranks,
-            timeout_s=cfg.timeout_s,
+            timeout_s=cfg.limit_s,
+            version_bytes=actors.version_bytes,
             use_gpu=self._setup.use_gpu,
             store=WeightSaves(actors.monitor, saves, self._recorder, cfg.durable),
             deltas=self._start.checkpoints / DELTAS,
@@ -158,8 +161,9 @@ class Job:
             sync_interval=cfg.sync.interval,
             max_staleness=cfg.sync.max_staleness,
             save_interval=cfg.checkpoint.interval,
-            sync_timeout_s=cfg.sync.timeout_s,
+            sync_timeout_s=cfg.sync.limit_s,
             step_timeout_s=max(cfg.backend.timeout_s * 4, 600),
+            version_bytes=actors.version_bytes,
             base=actors.published_base,
             record_interval=cfg.samples.record_interval,
             record_groups=cfg.samples.record_groups,

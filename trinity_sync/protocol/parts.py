@@ -7,10 +7,11 @@ state-dict commit needs the weights parts, a full one needs all of them.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import Literal, TypeAlias, TypedDict
+from typing import Literal, NamedTuple, TypeAlias, TypedDict
 
 Kind: TypeAlias = Literal["full", "state_dict"]
 FULL: Kind = "full"
@@ -379,6 +380,22 @@ class PartInfo:
     buckets: list[bytes] | None
     blocked_s: float = 0.0  # how long the rank's copy of the part blocked training
     digest_s: float = 0.0  # how long the agent took to digest all parts of its node
+
+
+class VersionBytes(NamedTuple):
+    """Bytes of a version: all, those of the node with the most, and those of the largest part."""
+
+    whole: int = 0
+    node: int = 0
+    part: int = 0
+
+    @classmethod
+    def of(cls, parts: Iterable[tuple[str, int]]) -> VersionBytes:
+        """Add up the parts: (node, bytes) of each."""
+        parts, nodes = list(parts), Counter[str]()
+        for node, nbytes in parts:
+            nodes[node] += nbytes
+        return cls(nodes.total(), max(nodes.values(), default=0), max((nbytes for _, nbytes in parts), default=0))
 
 
 def part_name(rank: int) -> str:

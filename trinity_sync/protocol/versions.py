@@ -62,6 +62,12 @@ class VersionPlace:
     location: str | None = None  # folder of its checkpoint; None: there is none, or it is unknown
 
 
+LOAD_HOPS = 2
+"""A load moves each byte over so many hops that may be slow: out of the slot to the reader, and into its engine. Waits
+for a load, and its lease, last as long as both take.
+"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Lease:
     """A reader's lease on a version, until `expires` (clock of the book)."""
@@ -74,6 +80,11 @@ class Lease:
     parts: dict[str, PartInfo]
     digest: str | None
     location: str | None  # the folder that the mode published, or None for the slot
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the version."""
+        return sum(info.nbytes for info in self.parts.values())
 
 
 @dataclass(kw_only=True)
@@ -288,6 +299,11 @@ class VersionBook:
         )
         record.leases[lease.id] = lease
         return lease
+
+    def nbytes(self, version: Version | None) -> int:
+        """Return the bytes of a version in a slot, by default the newest; 0 where there is none."""
+        record = self._records.get(version or self._newest_staged or Version(0, -1))
+        return 0 if record is None else sum(info.nbytes for info in record.parts.values())
 
     def holds(self, lease_id: int) -> bool:
         """Return whether a lease has neither ended nor expired."""

@@ -27,9 +27,9 @@ from trinity_sync.actors.calls import ANSWER_S, results
 from trinity_sync.actors.explorer_client import ExplorerClient, LoadReport
 from trinity_sync.actors.rank_client import Broadcast, RankClient
 from trinity_sync.actors.synchronizer_client import Sealed, SynchronizerClient
-from trinity_sync.errors import RunError, WaitTimeout
-from trinity_sync.protocol.parts import PartInfo
-from trinity_sync.protocol.versions import Lease, Version
+from trinity_sync.errors import RunError, WaitTimeout, grown
+from trinity_sync.protocol.parts import PartInfo, VersionBytes
+from trinity_sync.protocol.versions import LOAD_HOPS, Lease, Version
 from trinity_sync.weights.layout import Cut, PartLayout, Segment
 
 if TYPE_CHECKING:
@@ -87,7 +87,8 @@ class TrainerSide:
     synchronizer: SynchronizerClient
     agents: Mapping[str, AgentClient]  # by Ray node id
     ranks: Sequence[RankClient]
-    timeout_s: float  # of each wait (`sync.timeout_s`)
+    timeout_s: float  # of each wait: a `WaitLimit`, which `grown` makes longer for bytes
+    version_bytes: VersionBytes = field(default_factory=VersionBytes)
     use_gpu: bool = False
     store: StateDictStore | None = None  # of weights-only checkpoints
     explorer_nodes: Callable[[], Mapping[str, str]] = dict  # Ray's ids of the explorers' nodes, by name
@@ -142,10 +143,11 @@ class ExplorerSide:
     node: str  # Ray's id
     agents: Mapping[str, AgentClient]  # by Ray node id
     layouts: LayoutCache
-    timeout_s: float  # of each wait (`sync.timeout_s`)
+    timeout_s: float  # of each wait: a `WaitLimit`, which `grown` makes longer for bytes
     settings: Mapping[str, object] = field(default_factory=dict)  # of `sync`, for processes that build the mode
     lease_folder: LeaseFolder | None = None  # None: no program deletes folders
     still_leased: Callable[[int], bool] = lambda lease_id: True
+    on_fault: Callable[[str], None] = lambda error: None  # called with each error on the way that was overcome
 
 
 @dataclass
@@ -195,9 +197,11 @@ class SyncMode(ABC):
 
     Attributes:
         ranks_take_part: a load needs the trainer's ranks, so explorers cannot load at any time.
+        agents_bring_parts: explorers read parts of other nodes through the agent of their node.
     """
 
     ranks_take_part: ClassVar[bool] = False
+    agents_bring_parts: ClassVar[bool] = False
 
     def __init__(self, **settings: object) -> None:
         super().__init__()
@@ -388,10 +392,13 @@ def is_near(node: str, parts: Mapping[str, PartInfo]) -> bool:
 
 
 def deliver_each(side: TrainerSide, explorers: Mapping[str, ExplorerClient], version: Version) -> Delivery:
-    """Have all explorers load concurrently, for modes in which a load depends on no other load."""
+    """Have all explorers load concurrently, for modes in which a load depends on no other load. The limit is that of
+    all hops of a load, so an explorer's own error, which names the hop, comes first.
+    """
     calls = [explorer.load(version) for explorer in explorers.values()]
+    limit_s = grown(side.timeout_s, LOAD_HOPS * side.version_bytes.whole, more_s=ANSWER_S)
     try:
-        return Delivery(reports=results(calls, side.timeout_s + ANSWER_S))
+        return Delivery(reports=results(calls, limit_s))
     except WaitTimeout as late:
         if calls and late.what == calls[0].what:  # an explorer's own error says more
             _check_synchronizer(side.synchronizer, late)

@@ -5,12 +5,15 @@ sync, and of programs that broadcast by `sync.stream`. Every operation has a tim
 from __future__ import annotations
 
 import contextlib
+import re
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Protocol, cast
+
+from trinity_sync.errors import WaitLimit, limit_text
 
 if TYPE_CHECKING:
     import torch
@@ -68,7 +71,20 @@ def make_group(store: Store, rank: int, size: int, transport: str, timeout_s: fl
 
 def enter(store: Store, rank: int, size: int, transport: str, timeout_s: float) -> BroadcastGroup:
     """Enter a group for broadcasts of rank 0; see `make_group`."""
-    return BroadcastGroup(make_group(store, rank, size, transport, timeout_s), device_of(transport), timeout_s)
+    with limited(timeout_s):
+        group = make_group(store, rank, size, transport, timeout_s)
+    return BroadcastGroup(group, device_of(transport), timeout_s)
+
+
+@contextlib.contextmanager
+def limited(limit_s: float) -> Iterator[None]:
+    """Name the settings of the limit in torch's error about its end."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(limit_s, WaitLimit) and re.search(r"time(d |-)?\s?out", str(error), re.IGNORECASE):
+            raise RuntimeError(f"{error}: not within {limit_text(limit_s)}") from error
+        raise
 
 
 def serve_store(host: str, timeout_s: float) -> TCPStore:
@@ -167,16 +183,17 @@ class BroadcastGroup:
         try:
             work = answer.get(timeout=self.timeout_s)
         except Empty:
-            raise RuntimeError(f"its members did not meet within {self.timeout_s:g} s") from None
+            raise RuntimeError(f"its members did not meet within {limit_text(self.timeout_s)}") from None
         if isinstance(work, Exception):
             raise work
         self._has_met = True
         return work
 
     def _wait(self, work: Work) -> None:
-        if self.device.type == "cuda":
-            # Without a timeout NCCL's would only make the device's stream wait.
-            work.wait(timedelta(seconds=self.timeout_s))
-        else:
-            # gloo keeps the group's timeout, and closes its connections when a wait with another one ends.
-            work.wait()
+        with limited(self.timeout_s):
+            if self.device.type == "cuda":
+                # Without a timeout NCCL's would only make the device's stream wait.
+                work.wait(timedelta(seconds=self.timeout_s))
+            else:
+                # gloo keeps the group's timeout, and closes its connections when a wait with another one ends.
+                work.wait()

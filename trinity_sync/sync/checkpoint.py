@@ -22,7 +22,7 @@ from trinity_sync.actors.calls import results
 from trinity_sync.actors.explorer_client import ExplorerClient
 from trinity_sync.actors.rank_client import Broadcast
 from trinity_sync.actors.synchronizer_client import Sealed
-from trinity_sync.errors import RunError
+from trinity_sync.errors import RunError, grown
 from trinity_sync.host.durable import make_folder, replace_file, sync_folder
 from trinity_sync.host.locks import open_lock, try_lock, wait_for_lock
 from trinity_sync.protocol.parts import HISTORY, INDEX, PartInfo, delta_file, shard_file, version_folder
@@ -122,9 +122,8 @@ class CheckpointPublisher:
             calls = [
                 self._side.agents[node].write(sealed.slot, str(folder), metadata, fsync=self._durable) for node in nodes
             ]
-            for node, files in zip(
-                nodes, results(calls, self._side.timeout_s, f"write version {version}"), strict=True
-            ):
+            limit_s = grown(self._side.timeout_s, sealed.nbytes)  # the folder takes those of all nodes
+            for node, files in zip(nodes, results(calls, limit_s, f"write version {version}"), strict=True):
                 self._store.part_written(version, node, files)
             return self._store.commit(version, sealed.digest)
         except Exception as error:

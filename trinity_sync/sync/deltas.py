@@ -27,7 +27,7 @@ from trinity_sync.actors.agent_client import AgentClient, SharedDelta, WrittenDe
 from trinity_sync.actors.calls import Call, MemberDied, results
 from trinity_sync.actors.rank_client import Broadcast
 from trinity_sync.actors.synchronizer_client import Sealed
-from trinity_sync.errors import RunError
+from trinity_sync.errors import RunError, grown
 from trinity_sync.host.logs import story
 from trinity_sync.protocol.parts import INDEX, PartInfo, delta_file, shard_file, version_folder
 from trinity_sync.protocol.versions import Lease, Version
@@ -60,7 +60,9 @@ _MOST_KEPT = 1 / 8
 _LEAST_BYTES = 2**20
 """What the deltas of a part may take in any case: those of a tiny part are larger than the part."""
 _FETCH_SHARE = 1 / 4
-"""Share of `sync.timeout_s` in which a delta has to come. The rest is for the full version in its place."""
+"""Share of `sync.timeout_s` in which a delta has to come, besides the time for its bytes. The rest is for the full
+version in its place.
+"""
 
 
 Chain = Sequence[PartDelta]
@@ -103,8 +105,9 @@ class VersionDeltas:
         given = sealed.version, sealed.slot, *self._before, None if folder is None else str(folder), *self._how
         calls = [self._side.agents[node].encode_deltas(*given, fsync=durable) for node in nodes_of(sealed.parts)]
         started = time.perf_counter()
+        limit_s = grown(self._side.timeout_s, 2 * self._side.version_bytes.node)  # of both versions
         try:
-            found = results(calls, self._side.timeout_s, f"make the deltas of version {sealed.version}")
+            found = results(calls, limit_s, f"make the deltas of version {sealed.version}")
         except RunError as error:
             if self._always or self.kept or isinstance(error, MemberDied):
                 raise
@@ -135,8 +138,7 @@ class VersionDeltas:
 
     def report(self, sealed: Sealed, written: Sequence[WrittenDelta], *, with_full: bool) -> Published:
         """Return the report on a version, before its `commit`. `with_full`: it was sent in full as well."""
-        full_bytes = sum(info.nbytes for info in sealed.parts.values()) if with_full else 0
-        nbytes = full_bytes + sum(one.nbytes for one in written)
+        nbytes = (sealed.nbytes if with_full else 0) + sum(one.nbytes for one in written)
         fault, self._fault = self._fault, None
         if self._before is None or not written:
             return Published(encoding="full", nbytes=nbytes, fault=fault)
@@ -161,7 +163,7 @@ class VersionDeltas:
         """Whether there are deltas of all parts from the version before, with fewer bytes than the version."""
         found = [one for one in made if self._before is not None and one.start == self._before[0]]
         nbytes = sum(one.nbytes for one in found)
-        return len(found) == len(sealed.parts) and nbytes < sum(info.nbytes for info in sealed.parts.values())
+        return len(found) == len(sealed.parts) and nbytes < sealed.nbytes
 
     def share(self, sealed: Sealed, base: Version) -> dict[str, list[SharedDelta]] | None:
         """Return the deltas of all parts from a version that the agents keep; None: the version has to be sent in full,
@@ -232,7 +234,7 @@ def fetch_delta(shared: SharedDelta, who: str, timeout_s: float) -> memoryview:
     assert shared.reference is not None, "it is handed out with its reference"
     fetching: Call[np.ndarray] = Call(shared.reference, who, f"send a delta from version {shared.start}")
     try:
-        return fetching.result(timeout_s * _FETCH_SHARE).data
+        return fetching.result(grown(timeout_s, shared.nbytes, more_s=timeout_s * (_FETCH_SHARE - 1))).data
     except RunError as error:
         raise DeltaError(str(error)) from error
 
@@ -271,8 +273,8 @@ class FolderDeltas:
         self._side = side
 
     def find(self, lease: Lease, broadcast: Broadcast | None, held: Version | None) -> Deltas | None:
-        root, full_bytes = Path(str(lease.location)).parent, sum(info.nbytes for info in lease.parts.values())
-        route = find_route(lease.version, held, full_bytes, lambda version: _index(root, version))
+        root = Path(str(lease.location)).parent
+        route = find_route(lease.version, held, lease.nbytes, lambda version: _index(root, version))
         if route is None:
             return None
         steps = route.steps(lease.version)
@@ -288,7 +290,7 @@ class FolderDeltas:
         agents = [self._side.agents[node] for node in nodes_of(lease.parts)]
         calls = [agent.write(lease.slot, str(folder), {}, fsync=False) for agent in agents]
         try:
-            results(calls, self._side.timeout_s, f"write version {lease.version} in full")
+            results(calls, grown(self._side.timeout_s, lease.nbytes), f"write version {lease.version} in full")
             yield self._own, replace(lease, location=str(folder))
         finally:
             shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""`sync=memory`: explorers on the node map the slot; other nodes get one object per part and version from the agent.
+"""`sync=memory`: explorers on the node map the slot; to other nodes the node agents bring the parts (`pieces`).
 
 verl's weight sync in mode memory has no slots and no agent: its buckets lie in a `SharedRoom` of the sender.
 """
@@ -7,23 +7,19 @@ from __future__ import annotations
 
 import mmap
 import os
-import shutil
-import tempfile
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import ray
 
 from trinity_sync.actors.agent_client import AgentClient
-from trinity_sync.actors.calls import Call
 from trinity_sync.actors.explorer_client import ExplorerClient
 from trinity_sync.actors.rank_client import Broadcast
 from trinity_sync.actors.synchronizer_client import Sealed
-from trinity_sync.errors import RunError
+from trinity_sync.errors import RunError, grown
 from trinity_sync.protocol.parts import PartInfo
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.base import (
@@ -53,14 +49,14 @@ from trinity_sync.sync.deltas import (
     shared_deltas,
 )
 from trinity_sync.sync.links import BucketNotice, Hub, Spoke
+from trinity_sync.sync.pieces import WantedPart
 from trinity_sync.weights.slots import MappedSegments
 
 if TYPE_CHECKING:
-    import numpy as np
     import torch
 
     from trinity_sync.config.schema import DeltaConfig
-    from trinity_sync.weights.layout import PartLayout, Segment
+    from trinity_sync.weights.layout import PartLayout
 
 
 class MemoryMode(SyncMode):
@@ -71,6 +67,8 @@ class MemoryMode(SyncMode):
             parts (`sync.encoding`).
         delta: how deltas are made; not for ``full``.
     """
+
+    agents_bring_parts = True
 
     _delta: DeltaConfig | None = None
     _always = True
@@ -86,7 +84,7 @@ class MemoryMode(SyncMode):
         return self._full(side) if self._delta is None else self._deltas(side)
 
     def _full(self, side: ExplorerSide) -> MemoryTransport:
-        return MemoryTransport(side.agents, side.layouts, side.timeout_s, side.node)
+        return MemoryTransport(side.agents, side.layouts, side.timeout_s, side.node, side.on_fault)
 
     def _deltas(self, side: ExplorerSide) -> DeltaTransport:
         return DeltaTransport(side, AgentDeltas(side, self._full(side)), always=self._always)
@@ -142,35 +140,39 @@ class AgentDeltas:
 
 
 class MemoryTransport:
-    """Reads slots: maps those of this node once, and fetches a part from another node once per version.
+    """Reads slots of this node, each mapped once.
 
     Args:
         agents: by Ray node id.
         layouts: of the reader.
-        timeout_s: timeout of a fetch, seconds.
+        timeout_s: timeout for a part from another node, seconds.
         node: Ray id of the reader's node; None: that of this process, as subclasses in other packages have it.
+        on_fault: see `ExplorerSide`.
     """
 
     def __init__(
-        self, agents: Mapping[str, AgentClient], layouts: LayoutCache, timeout_s: float, node: str | None = None
+        self,
+        agents: Mapping[str, AgentClient],
+        layouts: LayoutCache,
+        timeout_s: float,
+        node: str | None = None,
+        on_fault: Callable[[str], None] = lambda error: None,
     ) -> None:
         self._agents = agents
         self._layouts = layouts
         self._timeout_s = timeout_s
         self._segments = MappedSegments(pinned=True)
         self._node = ray.get_runtime_context().get_node_id() if node is None else node
+        self._on_fault = on_fault
 
     def buckets(
         self, lease: Lease, broadcast: Broadcast | None, find_destination: FindDestination
     ) -> Generator[Bucket, None, None]:
         from trinity_sync.weights.apply import in_buckets
 
-        for _, info in sorted(lease.parts.items()):
-            layout = self._layouts.get(info)
-            if info.node == self._node:
-                segment: Segment = self._segments.get(info.path, info.nbytes)
-            else:
-                segment = fetch(self._agents[info.node], lease, info, self._timeout_s)
+        layouts = {part: self._layouts.get(info) for part, info in lease.parts.items()}
+        for info in parts_here(self._agents, self._node, lease, self._timeout_s, self._on_fault):
+            layout, segment = layouts[info.part], self._segments.get(info.path, info.nbytes)
             for number, data, digest in in_buckets(layout, segment, info.buckets):
                 yield Bucket(layout, number, data, digest)
 
@@ -189,45 +191,49 @@ class SlotMaps:
         ]
 
 
-def fetch(agent: AgentClient, lease: Lease, info: PartInfo, timeout_s: float) -> memoryview:
-    """Fetch a part from the agent of another node, once per node: Ray keeps it for the node's other explorers."""
-    [shared] = agent.share(lease.version, lease.slot, info.part).result(timeout_s)
-    fetching: Call[np.ndarray] = Call(shared, agent.who, f"send {info.part} of version {lease.version}")
-    return fetching.result(timeout_s).data
+def parts_here(
+    agents: Mapping[str, AgentClient], node: str, lease: Lease, timeout_s: float, on_fault: Callable[[str], None]
+) -> Iterator[PartInfo]:
+    """Yield the parts of a version by their names, each as soon as it is in a slot of a node. Those of other nodes are
+    brought by the node's agent, once for all readers. They travel together, so the limit is that of all.
+    """
+    away = {part: info for part, info in sorted(lease.parts.items()) if info.node != node}
+    if away and node not in agents:
+        raise RunError(f"node {node} has no agent to bring {', '.join(away)} of version {lease.version} there")
+    limit_s = grown(timeout_s, sum(info.nbytes for info in away.values()))
+    coming = {
+        part: agents[node].bring(WantedPart(lease.version, lease.slot, part, info.nbytes, agents[info.node]))
+        for part, info in away.items()
+    }
+    for part, info in sorted(lease.parts.items()):
+        if part not in away:
+            yield info
+            continue
+        brought = coming[part].result(limit_s)
+        for error in brought.errors:
+            on_fault(error)
+        yield replace(info, node=node, path=brought.path)
 
 
 class PartCopies:
-    """Parts of other nodes for workers that map them, each copied to a file of this node that each version replaces."""
+    """Parts of other nodes for workers that map them (`LocalCopies`)."""
 
     moved: int | None = None
     apply_s = 0.0
 
     def __init__(self, side: ExplorerSide) -> None:
         self._side = side
-        self._folder: Path | None = None
 
     def localize(self, lease: Lease) -> Lease:
-        """Return the lease with parts of other nodes named by their copies."""
+        """Return the lease with all parts on this node."""
         if lease.location is not None:  # files, which all nodes share
             return lease
-        return replace(lease, parts={name: self._here(lease, info) for name, info in lease.parts.items()})
+        side = self._side
+        here = parts_here(side.agents, side.node, lease, side.timeout_s, side.on_fault)
+        return replace(lease, parts={info.part: info for info in here})
 
     def close(self) -> None:
-        """Delete the copies."""
-        if self._folder is not None:
-            shutil.rmtree(self._folder, ignore_errors=True)
-
-    def _here(self, lease: Lease, info: PartInfo) -> PartInfo:
-        if info.node == self._side.node:
-            return info
-        if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="trinity-parts-"))
-        path = self._folder / info.part
-        draft = path.with_suffix(".coming")
-        # a late worker may still read the earlier copy
-        draft.write_bytes(fetch(self._side.agents[info.node], lease, info, self._side.timeout_s))
-        draft.replace(path)
-        return replace(info, node=self._side.node, path=str(path))
+        """Nothing to free: the agent has the parts."""
 
 
 # ---- programs without slots: buckets lie in shared memory without a name, from which receivers copy them

@@ -2,8 +2,8 @@
 
 A round carries one version to the explorers that take part in it. Every trainer rank sends its own part over a group
 of its own with the explorers, so no rank receives bytes that it does not need, and torch's default group stays
-untouched. An error ends the round for all members within `sync.timeout_s`; the driver then repeats the round without
-the explorers that died.
+untouched. An error ends the round for all members within the limit of a broadcast; the driver then repeats the round
+without the explorers that died.
 
 verl's weight sync in mode nccl broadcasts buckets over a group of each sender and all receivers (`GroupTransfer`).
 """
@@ -31,10 +31,10 @@ from trinity_sync.actors.calls import Call, MemberDied, results
 from trinity_sync.actors.explorer_client import ExplorerClient, LoadReport
 from trinity_sync.actors.rank_client import Broadcast
 from trinity_sync.actors.synchronizer_client import Sealed
-from trinity_sync.errors import RunError
+from trinity_sync.errors import RunError, grown, limit_text
 from trinity_sync.host.logs import story
 from trinity_sync.protocol.parts import part_name
-from trinity_sync.protocol.versions import Lease, Version
+from trinity_sync.protocol.versions import LOAD_HOPS, Lease, Version
 from trinity_sync.sync.base import (
     Bucket,
     BucketReceiver,
@@ -51,7 +51,7 @@ from trinity_sync.sync.base import (
     commit,
     is_near,
 )
-from trinity_sync.sync.broadcast_group import BroadcastGroup, Wait, enter, serve_store
+from trinity_sync.sync.broadcast_group import BroadcastGroup, Wait, enter, limited, serve_store
 from trinity_sync.sync.deltas import Deltas, DeltaTransport, VersionDeltas, fetch_delta, read_chain
 from trinity_sync.sync.links import BucketNotice, End, Hub, Spoke
 from trinity_sync.weights.delta import DeltaError, WrongBaseError
@@ -189,6 +189,9 @@ class NcclPublisher:
             transport=self._transport,
             cut="tensor" if all(info.buckets is None for info in sealed.parts.values()) else "bucket",
             timeout_s=limit,
+            nbytes=[
+                sum(one.nbytes for one in deltas[part]) if deltas else sealed.parts[part].nbytes for part in senders
+            ],
             base=base if deltas else None,
             deltas={part: [one._replace(reference=None) for one in chain] for part, chain in deltas.items()},
         )
@@ -198,7 +201,8 @@ class NcclPublisher:
         loading = [explorer.load(sealed.version, broadcast) for explorer in explorers.values()]
         together: list[Call[object]] = [*sending, *loading]
         try:
-            results(together, limit * 2, f"exchange version {sealed.version}")
+            whole = grown(limit, LOAD_HOPS * sum(broadcast.nbytes), more_s=limit)
+            results(together, whole, f"exchange version {sealed.version}")
         except BaseException as error:
             give_up(store, broadcast)
             if isinstance(error, DeltaError):
@@ -219,7 +223,7 @@ class NcclPublisher:
 def send(broadcast: Broadcast, part: str, layout: PartLayout, segment: mmap.mmap) -> int:
     """Broadcast a trainer rank's staged part, or its delta, to the explorers of a round; return the bytes sent."""
     pieces = _pieces_to_send(broadcast, part, layout, segment)
-    group = _join(broadcast, broadcast.senders.index(part), 0)
+    group = _join(broadcast, broadcast.senders.index(part), 0, max(map(len, pieces), default=0))
     try:
         return _send(group, pieces)
     finally:
@@ -271,8 +275,9 @@ class NcclTransport:
         for sender, part in enumerate(broadcast.senders):
             info = lease.parts[part]
             layout = self._layouts.get(info)
+            largest = max((stop - start for start, stop in layout.pieces(broadcast.cut)), default=0)
             arrivals = _PieceArrivals(
-                _join(broadcast, sender, rank), layout, broadcast.cut, find, self._make_buffers(layout)
+                _join(broadcast, sender, rank, largest), layout, broadcast.cut, find, self._make_buffers(layout)
             )
             try:
                 for number, data in arrivals:
@@ -304,7 +309,7 @@ class BroadcastDeltas:
         chains = {}
         for sender, part in enumerate(broadcast.senders):
             layout = self._layouts.get(lease.parts[part])
-            group = _join(broadcast, sender, 1 + broadcast.explorers.index(self._name))
+            group = _join(broadcast, sender, 1 + broadcast.explorers.index(self._name), layout.bucket_bytes)
             try:
                 receive = partial(_receive_delta, group, layout.bucket_bytes)
                 chains[part] = read_chain(layout, broadcast.deltas[part], lease.version, receive)
@@ -456,11 +461,12 @@ def _connect(host: str, port: int, timeout_s: float) -> Store:
     return TCPStore(host, port, is_master=False, timeout=timedelta(seconds=timeout_s))
 
 
-def _join(broadcast: Broadcast, sender: int, rank: int) -> BroadcastGroup:
-    """Enter the group of one sender (rank 0) and all explorers, once all of them are there.
+def _join(broadcast: Broadcast, sender: int, rank: int, piece_bytes: int) -> BroadcastGroup:
+    """Enter the group of one sender (rank 0) and all explorers, once all of them are there. `piece_bytes`: of the
+    largest piece.
 
     Raises:
-        DistStoreError: a member did not come in time.
+        RuntimeError: a member did not come in time.
     """
     from torch.distributed import PrefixStore
 
@@ -469,10 +475,14 @@ def _join(broadcast: Broadcast, sender: int, rank: int) -> BroadcastGroup:
     size = 1 + len(broadcast.explorers)
     if store.add(f"{prefix}joined", 1) == size:
         store.compare_set(f"{prefix}decision", "", "go")
-    store.wait([f"{prefix}decision"], timedelta(seconds=broadcast.timeout_s))
+    # A sender waits for explorers that receive from those before it, an explorer for others with the last of these.
+    before = sum(broadcast.nbytes[:sender]) if rank == 0 else sum(broadcast.nbytes[max(0, sender - 1) : sender])
+    with limited(limit_s := grown(broadcast.timeout_s, before)):
+        store.wait([f"{prefix}decision"], timedelta(seconds=limit_s))
     if store.get(f"{prefix}decision") != b"go":
         raise RunError(f"the round for version {broadcast.version} was given up")
-    return enter(PrefixStore(f"{prefix}group", store), rank, size, broadcast.transport, broadcast.timeout_s)
+    limit_s = grown(broadcast.timeout_s, min(broadcast.nbytes[sender], _AHEAD * piece_bytes))
+    return enter(PrefixStore(f"{prefix}group", store), rank, size, broadcast.transport, limit_s)
 
 
 # ---- programs without slots: buckets are broadcast over a group of one sender and all receivers, made for one sync
@@ -510,7 +520,8 @@ class GroupTransfer(BucketTransfer):
     def enter(self, store: Store, meeting: str, rank: int, size: int, check: Callable[[], None]) -> BroadcastGroup:
         from torch.distributed import PrefixStore
 
-        with _blame(check, f"the {self._transport} group of the sync could not be made in {self.timeout_s:g} s"):
+        limit = limit_text(self.timeout_s)
+        with _blame(check, f"the {self._transport} group of the sync could not be made in {limit}"):
             own = PrefixStore(f"{meeting.split(' ', 1)[0]}/", store)
             return enter(own, rank, size, self._transport, self.timeout_s)
 

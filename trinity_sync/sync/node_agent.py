@@ -1,7 +1,7 @@
 """The node agent: one process per node that owns the slots, so that staged versions outlive the trainer's ranks.
 
-It computes bucket and version digests, writes shard files, and puts parts into Ray's object store for explorers of
-other nodes; explorers of its own node map the slots. It loads no torch, so it starts in a second.
+It computes bucket and version digests, writes shard files, serves parts to the agents of other nodes, and brings their
+parts to the explorers of its own node (`pieces`), which map the slots. It loads no torch, so it starts in a second.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ import mmap
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TypeVar, TypeVarTuple
@@ -31,13 +31,25 @@ from trinity_sync.actors.agent_client import (
 )
 from trinity_sync.actors.calls import Call, this_process
 from trinity_sync.actors.synchronizer_client import SynchronizerClient
-from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.errors import RunError, WaitTimeout, grown
 from trinity_sync.host.hardware import peak_memory
 from trinity_sync.host.logs import log_failure, own_log, story
 from trinity_sync.host.threads import PATIENCE, Yielding
 from trinity_sync.protocol.parts import FileTuple, PartInfo, delta_file, shard_file
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.deltas import KeptDeltas
+from trinity_sync.sync.pieces import (
+    PIECE_BYTES,
+    BroughtPart,
+    BroughtParts,
+    NodeChain,
+    PartPieces,
+    PartTransport,
+    PieceServer,
+    PieceSource,
+    PieceTransport,
+    WantedPart,
+)
 from trinity_sync.tracking import units
 from trinity_sync.weights.digests import RowDigests, RowPlan, bucket_digests
 from trinity_sync.weights.layout import PartLayout
@@ -49,6 +61,8 @@ from trinity_sync.weights.tensor_rows import RowProcesses
 T = TypeVar("T")
 Ts = TypeVarTuple("Ts")
 
+_STALL_S = 15.0
+"""Longest wait for another node to send or take something; at most a quarter of `sync.timeout_s`."""
 _ROW_PROCESSES = 8
 """At most: so many digest rows faster than ranks stage them."""
 
@@ -68,6 +82,9 @@ class AgentConfig:
     save_timeout_s: float = 1800.0  # until a part of a full checkpoint may be written
     log_dir: str | None = None  # None: Ray's own logs
     log_name: str = "node-agent"
+    transport: str = "auto"  # of parts from other nodes (`sync.transport`): ``tcp``, ``ray``, else both
+    secret: bytes | None = field(default=None, repr=False)  # of the run's agents; None: ``ray``
+    timeout_s: float = 60.0  # for a part from another node; a `WaitLimit` grows with its bytes
 
 
 class NodeAgent:
@@ -75,14 +92,16 @@ class NodeAgent:
 
     Args:
         config: see `AgentConfig`.
-        synchronizer: the run's synchronizer, to which it reports.
+        synchronizer: the run's synchronizer, to which it reports; None: it has no parts, and brings those of others.
         lead: the agent that computes version digests; None: this one does.
     """
 
-    def __init__(self, config: AgentConfig, synchronizer: SynchronizerClient, lead: AgentClient | None = None) -> None:
+    def __init__(
+        self, config: AgentConfig, synchronizer: SynchronizerClient | None, lead: AgentClient | None = None
+    ) -> None:
         own_log(config.log_dir, config.log_name)
         self._config = config
-        self._synchronizer = synchronizer
+        self._reports_to = synchronizer
         self._lead = lead
         self._node = ray.get_runtime_context().get_node_id()
         self._pool = ThreadPoolExecutor(config.threads, thread_name_prefix="digest")
@@ -100,6 +119,14 @@ class NodeAgent:
         self._rows: dict[Version, list[RowDigests]] = {}
         self._contributed: dict[Version, set[str]] = {}
         self._tensors: dict[Version, dict[str, bytes]] = {}
+        stall_s = min(_STALL_S, config.timeout_s / 4)  # besides the time for a piece
+        stall_s = grown(config.timeout_s, PIECE_BYTES, more_s=stall_s - config.timeout_s)
+        who = f"the agent of node {self._node}"
+        self._server = PieceServer(ray.util.get_node_ip_address(), config.secret, who, stall_s)
+        self._brought = BroughtParts(self._transports(stall_s), self._make_slots)
+        # By slot and part: the version there, and the nodes that take it.
+        self._filled: dict[tuple[int, str], Version] = {}
+        self._chains: dict[tuple[int, str], NodeChain] = {}
         # By part: the newest version that other nodes have asked for, and its copy in Ray's object store.
         self._shared: dict[str, tuple[Version, asyncio.Future[ray.ObjectRef]]] = {}
         self._states = StateSlots(
@@ -112,6 +139,11 @@ class NodeAgent:
         self._coordinator: Coordinator | None = None
         # This call ends with this process; the synchronizer watches it.
         self._lifeline: Call[None] | None = None
+
+    @property
+    def _synchronizer(self) -> SynchronizerClient:
+        assert self._reports_to is not None, "an agent without parts has nothing to report"
+        return self._reports_to
 
     async def register(
         self, layouts: Mapping[str, PartLayout], make_coordinator: Callable[[], Coordinator] | None = None
@@ -152,6 +184,9 @@ class NodeAgent:
         """Record that a rank has filled its segment, which blocked it for `blocked_s` seconds. With the last rank, the
         digests of this node are computed and reported.
         """
+        self._filled[slot, part] = version
+        if (chain := self._chains.pop((slot, part), None)) is not None:
+            chain.held.end(f"its slot has version {version} now")
         staged = self._staged.setdefault(version, {})
         staged[part] = blocked_s
         if staged.keys() != self._layouts.keys():
@@ -241,6 +276,40 @@ class NodeAgent:
     async def layout(self, part: str) -> PartLayout:
         """Return how a part is laid out."""
         return self._layouts[part]
+
+    # -- parts between nodes
+
+    async def bring(self, wanted: WantedPart) -> BroughtPart:
+        """Bring a part of a leased version here from another node, once for all explorers of this one."""
+        path = await asyncio.wrap_future(await self._run(self._brought.bring, wanted))
+        return BroughtPart(path, self._brought.take_errors())
+
+    def _transports(self, stall_s: float) -> list[PartTransport]:
+        config, found = self._config, list[PartTransport]()
+        if config.transport != "ray" and config.secret is not None:
+            found.append(PieceTransport(self._server, config.secret, stall_s))
+        if config.transport != "tcp":
+            found.append(ObjectTransport(config.timeout_s))
+        return found
+
+    def _make_slots(self, part: str, nbytes: int) -> SlotArena:
+        config = self._config
+        remove_stale(config.root)
+        key, fallback = f"{config.run_key}-{self._node}-{part}", Path(config.fallback)
+        return SlotArena.create(key, config.slots, {part: nbytes}, root=config.root, fallback=fallback)
+
+    async def source(
+        self, version: Version, slot: int, part: str, asker: PieceSource, failed: Sequence[PieceSource]
+    ) -> PieceSource:
+        """Return the node from which another one takes a part of a leased version; see `NodeChain.source`."""
+        if self._filled.get((slot, part)) != version:
+            raise RunError(f"slot {slot} of {part} has no longer version {version}: the lease on it has expired")
+        chain = self._chains.get((slot, part))
+        if chain is None:
+            memory = memoryview(self._maps[slot, part])[: self._layouts[part].nbytes]
+            chain = self._chains[slot, part] = NodeChain(PartPieces(version, memory, whole=True), self._server.source)
+            self._server.hold(slot, part, chain.held)
+        return chain.source(asker, failed)
 
     async def share(self, version: Version, slot: int, part: str) -> list[ray.ObjectRef]:
         """Return [reference to a copy of a staged part in Ray's object store], for readers on other nodes that have a
@@ -346,7 +415,8 @@ class NodeAgent:
             released = asyncio.run_coroutine_threadsafe(self._release(lease), loop)
             if not released.result(self._config.save_timeout_s):
                 raise RunError(
-                    f"the lease on version {lease.version} expired before it was written; raise sync.lease_s"
+                    f"the lease on version {lease.version} expired before it was written; raise sync.lease_s, or lower "
+                    "sync.min_rate_mbps"
                 )
             return files
 
@@ -397,7 +467,10 @@ class NodeAgent:
         """Free the shared memory. May be called again."""
         await self._run(self._states.close)
         await self._run(self._row_processes.close)
+        self._server.close()
+        await self._run(self._brought.close)
         if self._arena is not None:
+            self._chains.clear()
             self._shared.clear()
             self._kept.clear()
             self._maps.clear()
@@ -408,6 +481,20 @@ class NodeAgent:
 
     async def _wait(self, function: Callable[[*Ts], T], *args: *Ts) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._waits, function, *args)
+
+
+class ObjectTransport:
+    """Parts as Ray's objects (a `PartTransport`): each node fetches them from the owner's. `timeout_s`: for a part."""
+
+    def __init__(self, timeout_s: float) -> None:
+        self._timeout_s = timeout_s
+
+    def bring(self, wanted: WantedPart, into: PartPieces) -> Sequence[str]:
+        owner, limit_s = wanted.owner, grown(self._timeout_s, wanted.nbytes)
+        [shared] = owner.share(wanted.version, wanted.slot, wanted.part).result(limit_s)
+        coming: Call[np.ndarray] = Call(shared, owner.who, f"send {wanted}")
+        into.fill(coming.result(limit_s).data)
+        return ()
 
 
 class StateSlots:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from trinity_sync.errors import ConfigError
+from trinity_sync.errors import ConfigError, WaitLimit, grown
 from trinity_sync.protocol.choices import plain, trinity_field
+from trinity_sync.protocol.versions import LOAD_HOPS
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,6 +17,8 @@ class SynchronizerConfig:
         slots: number of snapshots (`sync.slots`).
         lease_s: seconds until a lease expires (`sync.lease_s`).
         timeout_s: timeout of waits that name none (`sync.timeout_s`), seconds.
+        min_rate_mbps: slowest rate at which bytes may move, Mbit/s, by which timeouts and leases grow; None: they do
+            not (`sync.min_rate_mbps`).
         log_dir: folder of the actor's log; None: Ray's own logs.
         checkpoint_dir: the checkpoint folder, with the versions that are announced without a folder; None: unknown.
         follow_commits: each commit in the checkpoint folder is a version, also one before the start; None: until the
@@ -33,6 +36,7 @@ class SynchronizerConfig:
     slots: int = 2
     lease_s: float = 600.0
     timeout_s: float = 600.0
+    min_rate_mbps: float | None = 100.0
     log_dir: str | None = None
     checkpoint_dir: str | None = None
     follow_commits: bool | None = None
@@ -43,6 +47,10 @@ class SynchronizerConfig:
     explorer_name: str = "explorer"
     explorer_world_size: int = 1
     group_name: str = "rollout_weight_sync"
+
+    def lease_of(self, nbytes: int) -> float:
+        """Return the seconds until a lease on a version of so many bytes expires."""
+        return grown(WaitLimit(self.lease_s, self.min_rate_mbps), LOAD_HOPS * nbytes)
 
 
 def check_limit(name: str, seconds: object) -> None:

@@ -13,7 +13,7 @@ from ray.exceptions import GetTimeoutError, ObjectFetchTimedOutError, ObjectLost
 from xxhash import xxh3_128_digest
 
 from trinity_sync.actors.synchronizer_client import StoredState
-from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.errors import RunError, WaitTimeout, grown
 from trinity_sync.protocol.versions import Version
 from trinity_sync.weights.apply import check_bytes
 from trinity_sync.weights.packing import BUCKET_BYTES, described, layouts, pack, unpack
@@ -46,17 +46,18 @@ def get(version: Version, stored: StoredState, timeout_s: float) -> dict[str, to
         StateLostError: the process that put them is gone.
         ChecksumError: a bucket is damaged.
     """
+    buckets = list(layouts(stored.tensors, stored.bucket_bytes))
+    limit_s = grown(timeout_s, sum(bucket.nbytes for bucket in buckets))
     try:
-        arrays = ray.get(stored.buckets, timeout=timeout_s)
+        arrays = ray.get(stored.buckets, timeout=limit_s)
     except GetTimeoutError:
-        raise WaitTimeout("the object store", f"hand out version {version}", timeout_s) from None
+        raise WaitTimeout("the object store", f"hand out version {version}", limit_s) from None
     except RayError as error:
         if isinstance(error, ObjectLostError) and not isinstance(error, ObjectFetchTimedOutError):
             raise StateLostError(f"the tensors of version {version} are lost: {type(error).__name__}") from error
         # An error of this node says nothing about the other nodes.
         raise RunError(f"the tensors of version {version} cannot be fetched now: {error}") from error
     found: dict[str, torch.Tensor] = {}
-    buckets = layouts(stored.tensors, stored.bucket_bytes)
     for bucket, array, digest in zip(buckets, arrays, stored.digests, strict=True):
         check_bytes(f"{bucket.part} of version {version}", memoryview(array), bucket.nbytes, digest)
         found.update(unpack(bucket, byte_tensor(memoryview(array))))

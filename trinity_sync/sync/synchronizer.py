@@ -154,7 +154,7 @@ class SynchronizerActor(Handover):
     async def lease(self, reader: Hashable, version: Version | None = None) -> Lease:
         """Lease a committed version (the newest unless named), together with its parts."""
         try:
-            lease = self._book.lease(reader, self._config.lease_s, version)
+            lease = self._book.lease(reader, self._config.lease_of(self._book.nbytes(version)), version)
         except VersionError as error:
             raise RunError(f"{reader} cannot load: {error}") from None
         story.info("%s reads version %s from slot %s", reader, lease.version, lease.slot)

@@ -18,7 +18,7 @@ import ray
 from trinity_sync.actors.calls import Call, MemberDied, this_process
 from trinity_sync.actors.handles import asked, fetched, forwarded
 from trinity_sync.actors.synchronizer_client import StoredState, SynchronizerClient
-from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.errors import ConfigError, RunError, WaitLimit
 from trinity_sync.protocol.choices import plain
 from trinity_sync.protocol.rounds import TRAINER, RoundMember, WeightSyncGroup
 from trinity_sync.protocol.versions import Version
@@ -86,6 +86,7 @@ class Synchronizer:
             settings = replace(settings, timeout_s=timeout_s)
         if checkpoint_dir is not None:
             settings = replace(settings, checkpoint_dir=str(Path(checkpoint_dir).absolute()))
+        limit_s = WaitLimit(settings.timeout_s, settings.min_rate_mbps)  # refuses a wrong rate
         try:
             actor = ray.get_actor(ACTOR_NAME, namespace=namespace)
             its: SynchronizerConfig = Call(actor.settings.remote(), "the synchronizer", "tell its settings").result(60)
@@ -97,13 +98,14 @@ class Synchronizer:
             its = replace(settings, namespace=namespace or ray.get_runtime_context().namespace)
             actor = create(its)
         else:
+            limit_s = WaitLimit(its.timeout_s, its.min_rate_mbps)
             ours, theirs = settings.checkpoint_dir, its.checkpoint_dir
             if ours is not None and theirs is not None and Path(ours).absolute() != Path(theirs).absolute():
                 raise ConfigError(
                     f"the synchronizer of Ray namespace {namespace!r} is that of the run in {theirs}, which is not "
                     f"over; the checkpoint folder here is {ours}"
                 )
-        found = cls(actor, its.timeout_s)
+        found = cls(actor, limit_s)
         found._attach(_process_name())
         return found
 

@@ -128,12 +128,12 @@ class WeightLoader:
         self._target = target
         self._synchronizer = synchronizer
         self._paused = 0.0
-        self._fault: str | None = None
+        self._faults: list[str] = []
         self.held: Version | None = None
 
     def load(self, version: Version | None, broadcast: Broadcast | None = None) -> LoadReport:
         """Load a committed version (None: the newest)."""
-        started, self._fault = time.perf_counter(), None
+        started, self._faults = time.perf_counter(), list[str]()
         synchronizer = self._synchronizer
         lease = synchronizer.lease(self._member, version).result(synchronizer.timeout_s)
         try:
@@ -156,8 +156,12 @@ class WeightLoader:
             paused_s=ended - self._paused,
             peak_rss=peak_rss(),
             apply_s=taken.apply_s,
-            fault=self._fault,
+            fault="; ".join(self._faults) or None,
         )
+
+    def note_fault(self, error: str) -> None:
+        """Have the report of the current load name an error that was overcome."""
+        self._faults.append(error)
 
     def _check(self, lease: Lease) -> None:
         try:
@@ -174,7 +178,7 @@ class WeightLoader:
                 if attempt == tries:
                     by_delta = broadcast is not None and broadcast.base is not None  # then it is sent in full as well
                     raise self._cannot(lease, error, DeltaError if by_delta else RunError) from error
-                self._fault = f"version {lease.version} was read once more: {error}"
+                self.note_fault(f"version {lease.version} was read once more: {error}")
         raise AssertionError("a load is tried at least once")
 
     def _give_up(self) -> None:
@@ -190,7 +194,7 @@ def lost_lease(name: str, lease: Lease) -> RunError:
     """Return the error of a lease that expired during a load."""
     return RunError(
         f"{name} lost its lease on version {lease.version} while it loaded, so other bytes may have taken the place of "
-        "that version's; raise sync.lease_s"
+        "that version's; raise sync.lease_s, or lower sync.min_rate_mbps"
     )
 
 

@@ -373,15 +373,13 @@ _FILE = "version.json"
 
 class PublishedState:
     """Saves and restores the newest published version. `agents`: the agents of the nodes that hold parts, by Ray node
-    id. `sync_timeout_s`: limit of each wait, seconds.
+    id. `read_s`: limit until a version is read, seconds.
     """
 
-    def __init__(
-        self, synchronizer: SynchronizerClient, agents: Mapping[str, AgentClient], sync_timeout_s: float
-    ) -> None:
+    def __init__(self, synchronizer: SynchronizerClient, agents: Mapping[str, AgentClient], read_s: float) -> None:
         self._synchronizer = synchronizer
         self._agents = agents
-        self._timeout_s = sync_timeout_s
+        self._read_s = read_s
 
     def parts(self) -> list[str]:
         """Return the names of the parts that `save` adds to a checkpoint."""
@@ -402,7 +400,7 @@ class PublishedState:
     def restore(self, folder: Path, version: Version, slot: int) -> None:
         """Have the agents fill a slot with the version saved in a checkpoint's folder, as the ranks would."""
         calls = [agent.restore_published(version, slot, str(folder / EXPLORER)) for agent in self._agents.values()]
-        results(calls, self._timeout_s)
+        results(calls, self._read_s)
 
 
 def published_step(folder: Path, layouts: Sequence[PartLayout]) -> int | None:

@@ -31,7 +31,7 @@ from trinity_sync.backends.meetings import Meetings, RankMeeting
 from trinity_sync.checkpoint import CheckpointCoordinator
 from trinity_sync.checkpoint.folder.lock import writer_of
 from trinity_sync.config import build
-from trinity_sync.errors import TrinityError, WaitTimeout
+from trinity_sync.errors import TrinityError, WaitTimeout, grown
 from trinity_sync.host.hardware import peak_memory
 from trinity_sync.host.logs import log_failure, story
 from trinity_sync.host.origin import error_text
@@ -191,7 +191,7 @@ class WeightStager:
         self._segments = segments
         self._agent = agent
         self._part = part
-        self._timeout_s = timeout_s
+        self._timeout_s = grown(timeout_s, layout.nbytes)
         self._may_be_lazy = backend.deadline == "optimizer_step"
         self._lock = threading.Lock()
         self._copied = threading.Event()

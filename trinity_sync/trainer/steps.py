@@ -18,9 +18,10 @@ from trinity_sync.actors.explorer_client import Generated, LoadReport
 from trinity_sync.actors.synchronizer_client import Sealed, SynchronizerClient
 from trinity_sync.backends.option import backend_option
 from trinity_sync.config.schema import Config, InRewardConfig
-from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.errors import ConfigError, RunError, grown
 from trinity_sync.host import interrupts
-from trinity_sync.protocol.versions import Version
+from trinity_sync.protocol.parts import VersionBytes
+from trinity_sync.protocol.versions import LOAD_HOPS, Version
 from trinity_sync.samples.advantages import Drawn
 from trinity_sync.samples.batch import PairBatch, SampleBatch, staleness
 from trinity_sync.samples.metrics import Line, ValidationTimes, batch_metrics, drawn_metrics
@@ -60,7 +61,7 @@ class LoopSettings:
         mode: name of the sync mode in events.
         max_staleness: largest allowed staleness of a sample, in steps.
         save_interval: steps between full checkpoints, 0 for the last only.
-        sync_timeout_s, step_timeout_s: limits in seconds.
+        sync_timeout_s, step_timeout_s: limits in seconds; the first is a `WaitLimit`, which grows with bytes.
         base: digest of the base of the published adapters; None: versions are whole.
         record_interval: steps between recorded samples; 0: none are recorded.
         explores: there are explorers; without them no version is published.
@@ -75,6 +76,7 @@ class LoopSettings:
     save_interval: int
     sync_timeout_s: float
     step_timeout_s: float
+    version_bytes: VersionBytes = field(default_factory=VersionBytes)
     base: str | None = None
     record_interval: int = 0
     record_groups: int = 0
@@ -219,8 +221,8 @@ class Steps:
         return {"staleness/mean": float(np.average(lags, weights=counts)), "staleness/max": float(max(lags))}
 
     def begin(self, version: Version) -> int:
-        """Wait for a slot for a version, and return it."""
-        limit = self.settings.sync_timeout_s
+        """Wait for a slot for a version, and return it. Readers of older versions may still be loading them."""
+        limit = self._limit(LOAD_HOPS * self.settings.version_bytes.whole)
         return self._synchronizer.begin(version, self._parts, limit).result(limit + ANSWER_S)
 
     def begin_if_free(self, version: Version) -> int | None:
@@ -233,13 +235,16 @@ class Steps:
         weights change. Returns seconds in which the trainer was blocked so far; of a lazy copy `Sealed.blocked_s` has
         all.
         """
-        limit = self.settings.sync_timeout_s
+        limit = self._limit(self.settings.version_bytes.part)
         return max(self._trainer.all(lambda rank: rank.stage(version, slot, lazily=lazily), limit))
 
     def wait_sealed(self, version: Version) -> Sealed:
         """Wait until all parts of a version are in its slot and digested. Any thread."""
-        limit = self.settings.sync_timeout_s
+        limit = self._limit(self.settings.version_bytes.part + self.settings.version_bytes.node)
         return self._synchronizer.wait_sealed(version, limit).result(limit + ANSWER_S)
+
+    def _limit(self, nbytes: int) -> float:
+        return grown(self.settings.sync_timeout_s, nbytes)
 
     def stage(self, version: Version) -> Staged:
         """Do `begin`, `copy` and `wait_sealed`."""
@@ -258,8 +263,7 @@ class Steps:
 
     def record_publish(self, staged: Staged, published: Published | None) -> None:
         """Record that a version is available. Any thread."""
-        sealed = staged.sealed
-        nbytes = sum(info.nbytes for info in sealed.parts.values())
+        sealed, nbytes = staged.sealed, staged.sealed.nbytes
         sent = published or Published(encoding="full", nbytes=nbytes)
         self.log.event(
             PublishEvent(

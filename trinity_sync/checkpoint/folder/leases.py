@@ -236,6 +236,11 @@ class CheckpointLease:
         """The attempt that made the checkpoint."""
         return self._manifest.attempt
 
+    @property
+    def nbytes(self) -> int:
+        """Size of the checkpoint's files."""
+        return self._manifest.bytes
+
     def renew(self, seconds: float) -> None:
         """Set the expiry to so many seconds from now."""
         if self._file is not None and self._clock() <= self._expires:

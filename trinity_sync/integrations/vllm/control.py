@@ -8,7 +8,7 @@ from concurrent.futures import TimeoutError as LateError
 from typing import TYPE_CHECKING, Literal, Never, Protocol, TypeVar
 
 from trinity_sync.actors.explorer_client import EngineDied
-from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.errors import RunError, WaitTimeout, grown
 from trinity_sync.host.origin import error_text
 from trinity_sync.integrations.vllm.worker_link import WorkerAddress
 
@@ -43,8 +43,8 @@ class EngineControl(Protocol):
     def start_update(self, version: str) -> None:
         """Begin an update session; the engine reports `updating(version)` from now on."""
 
-    def update(self, version: str | None) -> None:
-        """Load the arrived version into the model; None gives the session up, which raises."""
+    def update(self, version: str | None, nbytes: int = 0) -> None:
+        """Load the arrived version, of so many bytes, into the model; None gives the session up, which raises."""
 
     def finish_update(self, version: str) -> None:
         """End the session; the engine reports this version from now on."""
@@ -52,7 +52,8 @@ class EngineControl(Protocol):
 
 class AsyncControl:
     """Control of an `AsyncLLM` in this process. `loop`: the engine's event loop, running in another thread. `who`: the
-    engine's name in errors. `timeout_s`: limit of each call, seconds.
+    engine's name in errors. `timeout_s`: limit of each call, seconds; a `WaitLimit`
+    grows with the bytes of an update.
     """
 
     def __init__(self, llm: AsyncLLM, loop: asyncio.AbstractEventLoop, who: str, timeout_s: float) -> None:
@@ -77,11 +78,12 @@ class AsyncControl:
         self.wait(self._llm.update_weight_version(updating(version)), what)
         self.wait(self._llm.start_weight_update(), what)
 
-    def update(self, version: str | None) -> None:
+    def update(self, version: str | None, nbytes: int = 0) -> None:
         from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 
         request = WeightTransferUpdateRequest(update_info={"version": version, "giver": self._giver})
-        self.wait(self._llm.update_weights(request), f"put version {version} into its model")
+        limit_s = grown(self._timeout_s, nbytes)
+        self.wait(self._llm.update_weights(request), f"put version {version} into its model", limit_s)
 
     def finish_update(self, version: str) -> None:
         self.wait(self._llm.finish_weight_update(weight_version=version), f"finish the update to version {version}")

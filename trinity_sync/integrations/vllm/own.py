@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trinity_sync.errors import RunError
+from trinity_sync.errors import RunError, WaitLimit
 from trinity_sync.integrations.vllm.control import AsyncControl, OnUpdate
 from trinity_sync.integrations.vllm.target import WorkerTarget
 from trinity_sync.protocol.parts import PartInfo
@@ -43,7 +43,8 @@ class EngineWeights:
         name: the engine's name in errors.
         on_update: handling of running requests when a version is loaded: ``wait`` (they finish first), ``keep`` or
             ``abort``.
-        timeout_s: limit of each wait, seconds.
+        timeout_s: limit of each wait, seconds, besides the time for its bytes.
+        min_rate_mbps: slowest rate at which these may move, Mbit/s; None: they get no time.
     """
 
     def __init__(
@@ -54,7 +55,9 @@ class EngineWeights:
         name: str = "vllm",
         on_update: OnUpdate = "wait",
         timeout_s: float = 600.0,
+        min_rate_mbps: float | None = 100.0,
     ) -> None:
+        timeout_s = WaitLimit(timeout_s, min_rate_mbps, ("timeout_s", "min_rate_mbps"))
         self._control = AsyncControl(llm, loop, name, timeout_s)
         self._workers = llm.vllm_config.parallel_config.world_size
         self._name = name

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from trinity_sync.actors.explorer_client import EngineDied
-from trinity_sync.errors import ConfigError, RunError, WaitTimeout, in_one_line
+from trinity_sync.errors import ConfigError, RunError, WaitTimeout, grown, in_one_line
 from trinity_sync.host.logs import story
 from trinity_sync.host.masking import shown
 from trinity_sync.host.origin import error_text
@@ -97,7 +97,8 @@ def _holder(name: str) -> str:
 class Server:
     """A server. Each call raises `WaitTimeout` where it does not answer in time, `EngineDied` where it is gone, and
     `RunError` where it reports a failure. Called in threads without an event loop. `url`: such as
-    ``http://127.0.0.1:8000``. `timeout_s`: timeout of each call, seconds. `who`: its name in errors.
+    ``http://127.0.0.1:8000``. `timeout_s`: timeout of each call, seconds; a `WaitLimit` grows with
+    the bytes that a call moves. `who`: its name in errors.
     """
 
     def __init__(self, url: str, timeout_s: float) -> None:
@@ -154,22 +155,28 @@ class Server:
         return self._send(_Request("GET", path), what)
 
     def post(
-        self, path: str, what: str, body: Mapping[str, object] | None = None, params: Mapping[str, str] | None = None
+        self,
+        path: str,
+        what: str,
+        body: Mapping[str, object] | None = None,
+        params: Mapping[str, str] | None = None,
+        nbytes: int = 0,
     ) -> Json:
-        """Have it do something, and wait for its end; `what` is said in errors."""
-        return self._send(_Request("POST", path, body, params), what)
+        """Have it do something, and wait for its end; `what` is said in errors. `nbytes`: that it moves."""
+        return self._send(_Request("POST", path, body, params), what, nbytes)
 
     def post_each(self, path: str, what: str, bodies: Sequence[Mapping[str, object]], at_a_time: int) -> list[Json]:
         """As `post` for each of many bodies, concurrently; the timeout is for all together."""
         return asyncio.run(self._send_each([_Request("POST", path, body) for body in bodies], what, at_a_time))
 
-    def _send(self, request: _Request, what: str) -> Json:
-        [answer] = asyncio.run(self._send_each([request], what, 1))
+    def _send(self, request: _Request, what: str, nbytes: int = 0) -> Json:
+        [answer] = asyncio.run(self._send_each([request], what, 1, nbytes))
         return answer
 
-    async def _send_each(self, requests: Sequence[_Request], what: str, at_a_time: int) -> list[Json]:
+    async def _send_each(self, requests: Sequence[_Request], what: str, at_a_time: int, nbytes: int = 0) -> list[Json]:
         limits = httpx.Limits(max_connections=at_a_time, max_keepalive_connections=at_a_time)
-        until = time.monotonic() + self.timeout_s
+        limit_s = grown(self.timeout_s, nbytes)
+        until = time.monotonic() + limit_s
 
         # A new client each time: vLLM closes a connection after a failure, which the next call would take for a death.
         async with httpx.AsyncClient(
@@ -192,7 +199,7 @@ class Server:
                     for one in done:
                         one.result()
                     if waiting and time.monotonic() >= until:
-                        raise WaitTimeout(self.who, what, self.timeout_s)
+                        raise WaitTimeout(self.who, what, limit_s)
                     if waiting:
                         await asyncio.to_thread(self._check_alive, what)
             finally:
@@ -323,19 +330,19 @@ class HttpControl:
                 self.update(None)
             self._start_update()
 
-    def update(self, version: str | None) -> None:
+    def update(self, version: str | None, nbytes: int = 0) -> None:
         body = {"update_info": {"version": version, "giver": self._giver}}
-        self._server.post("/update_weights", f"put version {version} into its model", body)
+        self._server.post("/update_weights", f"put version {version} into its model", body, nbytes=nbytes)
 
     def finish_update(self, version: str) -> None:
         self.check()  # no other program has given it weights in the meantime
         self._set_label("/finish_weight_update", f"finish the update to version {version}", "weight_version", version)
 
-    def reload(self, folder: Path, version: str) -> None:
-        """Have it read its weights from a folder, and label them with this version."""
+    def reload(self, folder: Path, version: str, nbytes: int = 0) -> None:
+        """Have it read its weights, so many bytes, from a folder, and label them with this version."""
         self._label_updating(version)
         body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
-        self._server.post("/collective_rpc", f"load version {version}", body)
+        self._server.post("/collective_rpc", f"load version {version}", body, nbytes=nbytes)
         self.check()
         self._set_label("/update_weight_version", f"note version {version}", "new_version", version)
 

@@ -23,7 +23,7 @@ from trinity_sync.actors.explorer_client import EngineDied
 from trinity_sync.actors.rank_client import Broadcast, receivers
 from trinity_sync.checkpoint.export import by_width, header, nbytes
 from trinity_sync.checkpoint.reading import TensorInfo
-from trinity_sync.errors import RunError
+from trinity_sync.errors import RunError, grown
 from trinity_sync.integrations.vllm.control import EngineControl, OnUpdate
 from trinity_sync.integrations.vllm.worker_link import WorkerClient, WorkerLink
 from trinity_sync.protocol.versions import Lease, Version
@@ -162,7 +162,7 @@ class WorkerTarget(EngineTarget):
             go_on()
             try:
                 with self._paused(lease, taken, give_up):
-                    self._put(str(lease.version), go_on)
+                    self._put(str(lease.version), lease.nbytes, go_on)
             except EngineDied:
                 raise
             except RunError:
@@ -195,7 +195,7 @@ class WorkerTarget(EngineTarget):
         layouts = [self._side.layouts.get(info) for info in lease.parts.values()]
         new = [layout for layout in layouts if layout.digest not in self._known]
         arrival = Arrival(replace(here, digest=None), broadcast, new, self._place)  # the digest is compared below
-        arrived = self._link.ask(WorkerClient.take, self._side.timeout_s, self._giver, arrival)
+        arrived = self._link.ask(WorkerClient.take, grown(self._side.timeout_s, lease.nbytes), self._giver, arrival)
         self._known.update(layout.digest for layout in new)
         digest = self._prove(lease, layouts, arrived) if self._verify == "full" else None
         # a slot holds the version only during the lease; a file does not change
@@ -223,11 +223,11 @@ class WorkerTarget(EngineTarget):
             return nullcontext(lambda: None)
         return self._side.lease_folder(Path(lease.location), lease.version)
 
-    def _put(self, version: str, go_on: Callable[[], None]) -> None:
+    def _put(self, version: str, nbytes: int, go_on: Callable[[], None]) -> None:
         try:
             self._control.start_update(version)
             go_on()
-            self._control.update(version)
+            self._control.update(version, nbytes)
             go_on()
             self._control.finish_update(version)
             self._spot_check(version)
@@ -287,12 +287,12 @@ class FileTarget(EngineTarget):
             target.check(lease)
             taken = target.take(lease, broadcast, lambda: None)
             with self._paused(lease, taken, give_up):
-                self._reload(folder, str(lease.version))
+                self._reload(folder, str(lease.version), lease.nbytes)
         return taken
 
-    def _reload(self, folder: Path, version: str) -> None:
+    def _reload(self, folder: Path, version: str, nbytes: int) -> None:
         try:
-            self._server.reload(folder, version)
+            self._server.reload(folder, version, nbytes)
         except EngineDied:
             raise
         except RunError as error:

@@ -25,7 +25,7 @@ import ray
 import torch
 from verl.checkpoint_engine.base import CheckpointEngine, CheckpointEngineRegistry
 
-from trinity_sync.errors import ConfigError, RunError, WaitTimeout, take_back
+from trinity_sync.errors import ConfigError, RunError, WaitLimit, WaitTimeout, grown, take_back
 from trinity_sync.integrations.verl.engine_functions import each_once
 from trinity_sync.integrations.verl.weight_sync import membership
 from trinity_sync.integrations.verl.weight_sync.membership import MemberPlace, MemberReady, WeightSyncSettings, read
@@ -51,6 +51,9 @@ NO_GATHER = "delta_sharded"
 """The one backend name for which verl passes the training engine, and not gathered tensors."""
 
 NO_GATHER_VARIABLE = "TRINITY_SYNC_NO_GATHER"
+
+_UNDER_WAY = 2
+"""Buckets that a member may wait for: one travels while the next one is filled."""
 
 _BRIEFLY_S = 0.1
 """Timeout of a wait that must not block an event loop."""
@@ -86,7 +89,9 @@ class WeightSync(CheckpointEngine):
         self._settings = read(engine_kwargs, self._backend)
         self._bucket_bytes = min(bucket_size, self._settings.bucket_mb << 20)
         self._sends = bool(is_master) if not self._all_send else is_master is not None
-        self._transfer = _transfer(self._settings)
+        limit_s = WaitLimit(self._settings.timeout_s, self._settings.min_rate_mbps, ("timeout_s", "min_rate_mbps"))
+        self._limit_s = grown(limit_s, _UNDER_WAY * self._bucket_bytes)
+        self._transfer = _transfer(self._settings, self._limit_s)
         self._session = Session(self._settings.timeout_s, None)
         self._gathering: Gathering[object] | None = None
         self._last: LastVersion | None = None
@@ -108,7 +113,7 @@ class WeightSync(CheckpointEngine):
             return membership.this_process(self._settings, None, None, held)
         with session.at_work():
             host = str(ray.util.get_node_ip_address()).strip("[]")
-            session.hub = Hub(host, self._settings.timeout_s)
+            session.hub = Hub(host, self._limit_s)
             session.sender = self._transfer.sender(host)
             return membership.this_process(self._settings, session.hub.address, session.sender.meeting, held)
 
@@ -139,7 +144,7 @@ class WeightSync(CheckpointEngine):
                 session.sender.connect(session.hub, len(place.receivers))
             elif place.role == "receiver":
                 for sender, base in zip(place.senders, bases, strict=True):
-                    spoke = Spoke(sender.name, sender.address, place.index, self._settings.timeout_s)
+                    spoke = Spoke(sender.name, sender.address, place.index, self._limit_s)
                     try:
                         receiver = self._transfer.receiver(spoke, sender.meeting, place.index, len(place.receivers))
                     except BaseException as error:
@@ -190,7 +195,7 @@ class WeightSync(CheckpointEngine):
         self, items: Iterable[T], shards: Callable[[Iterator[T]], Shards], step: int | None
     ) -> dict[str, float] | None:
         session = self._session
-        self._gathering = gathering = Gathering(items, _version(step), self._settings.timeout_s)
+        self._gathering = gathering = Gathering(items, _version(step), self._limit_s)
         sending = asyncio.ensure_future(asyncio.to_thread(self._send_all, session, gathering, shards(gathering), step))
         try:
             return await asyncio.shield(sending)  # a cancelled call must not stop the gathers
@@ -332,11 +337,11 @@ def register() -> None:
         CheckpointEngineRegistry.register(NO_GATHER)(ShardedWeightSync)
 
 
-def _transfer(settings: WeightSyncSettings) -> BucketTransfer:
+def _transfer(settings: WeightSyncSettings, limit_s: float) -> BucketTransfer:
     if settings.mode == "checkpoint":
         return FolderTransfer(Path(str(settings.dir)), settings.timeout_s)
     if settings.mode == "nccl":
-        return GroupTransfer(settings.transport, settings.timeout_s)
+        return GroupTransfer(settings.transport, limit_s)
     return RoomTransfer()
 
 

@@ -35,7 +35,8 @@ class WeightSyncSettings:
     """The keys of ``engine_kwargs.<backend>``, equal on all members."""
 
     mode: str = "memory"  # memory: shared memory of the node; nccl: a process group; checkpoint: a shared folder
-    timeout_s: float = 600.0  # of every wait for another member
+    timeout_s: float = 600.0  # of every wait for another member, besides the time for the buckets under way
+    min_rate_mbps: float | None = 100.0  # slowest rate at which these may move, Mbit/s; None: they get no time
     bucket_mb: int = 64  # MiB, at most verl's ``update_weights_bucket_megabytes``
     wire_dtype: str | None = None  # of floating tensors, such as ``BF16``; None: the trainer's dtype
     verify: str = "full"  # full: the digests of each bucket and of the version; bucket: of each bucket
@@ -71,9 +72,12 @@ def _problem(key: str, value: object) -> str | None:
     if key in _CHOICES:
         choices = _CHOICES[key]
         return None if value in choices else f"expected one of {', '.join(str(one or 'null') for one in choices)}"
+    number = value if isinstance(value, int | float) and not isinstance(value, bool) else math.nan
     if key == "timeout_s":
-        fine = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= _LONGEST_S
-        return None if fine and math.isfinite(float(str(value))) else "expected seconds, above 0 and at most a week"
+        return None if 0 < number <= _LONGEST_S else "expected seconds, above 0 and at most a week"
+    if key == "min_rate_mbps":
+        fine = value is None or 0 < number < math.inf
+        return None if fine else "expected a number of Mbit/s above 0, or null"
     if key == "bucket_mb":
         fine = isinstance(value, int) and not isinstance(value, bool) and value > 0
         return None if fine else "expected a whole number of MiB, at least 1"
