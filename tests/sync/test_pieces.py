@@ -19,6 +19,7 @@ from trinity_sync.host.channel import Connection, Listener
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync.pieces import (
     BroughtParts,
+    GoneError,
     NodeChain,
     PartPieces,
     PartTransport,
@@ -332,9 +333,14 @@ class Parts(BroughtParts):
 
     def __init__(self, folder: Path, *transports: PartTransport, root: str = "") -> None:
         def make(part: str, nbytes: int) -> SlotArena:
+            self.made.append(part)
+            assert self.may_make.wait(LIMIT)
             return SlotArena.create(f"run-{part}", 2, {part: nbytes}, root=folder / root, fallback=folder / "fallback")
 
         super().__init__(transports, make, PIECE)
+        self.made: list[str] = []
+        self.may_make = threading.Event()
+        self.may_make.set()
 
 
 @pytest.fixture
@@ -435,3 +441,50 @@ def test_a_node_with_less_shared_memory_than_a_version_takes_it_into_a_file_and_
 def test_a_node_without_room_for_a_part_says_so(make_parts: MakeParts, make_owner: MakeOwner) -> None:
     with pytest.raises(SegmentError, match="no room for 2 slots"):
         make_parts().bring(make_owner(b"").wanted()._replace(nbytes=1 << 60))
+
+
+def test_what_is_there_and_what_is_to_be_told_waits_for_no_allocation(
+    make_owner: MakeOwner, make_parts: MakeParts
+) -> None:
+    owner = make_owner(random_bytes(5 * PIECE))
+    parts = make_parts(Copying(owner.data))
+    parts.bring(owner.wanted()).result(LIMIT)
+    parts.may_make.clear()
+    begun = Begun(lambda: [parts.bring(owner.wanted()._replace(part="rank-00001")).result(LIMIT)])
+    wait_until(lambda: len(parts.made) == 2)
+    meanwhile = Begun(lambda: [*parts.take_errors(), parts.bring(owner.wanted()).result(LIMIT)])
+    meanwhile._thread.join(0.5)
+    waited, _ = not meanwhile.done, parts.may_make.set()
+    assert not waited
+    assert [Path(path).name for path in (*meanwhile.result(), *begun.result())] == [PART, "rank-00001"]
+
+
+def test_after_the_end_no_memory_is_allocated(make_owner: MakeOwner, make_parts: MakeParts) -> None:
+    owner = make_owner(random_bytes(5 * PIECE))
+    parts = make_parts(Copying(owner.data))
+    parts.close()
+    with pytest.raises(GoneError, match="the run ends"):
+        parts.bring(owner.wanted())
+    assert parts.made == []
+
+
+def test_memory_that_is_allocated_when_the_run_ends_is_given_back(make_owner: MakeOwner, make_parts: MakeParts) -> None:
+    """`make_parts` finds no file at the end."""
+    owner = make_owner(random_bytes(5 * PIECE))
+    parts = make_parts(Copying(owner.data))
+    parts.may_make.clear()
+    begun = Begun(lambda: [parts.bring(owner.wanted()).result(LIMIT)])
+    wait_until(lambda: parts.made == [PART])
+    parts.close()
+    parts.may_make.set()
+    with pytest.raises(GoneError, match="the run ends"):
+        begun.result()
+
+
+def test_a_late_request_for_an_older_version_ends_no_newer_one(make_owner: MakeOwner, make_parts: MakeParts) -> None:
+    owner = make_owner(random_bytes(5 * PIECE))
+    parts = make_parts(Copying(owner.data))
+    newer = parts.bring(owner.wanted(Version(0, 8)))
+    with pytest.raises(GoneError, match="its slot is for version 8 now"):
+        parts.bring(owner.wanted())
+    assert parts.bring(owner.wanted(Version(0, 8))) is newer

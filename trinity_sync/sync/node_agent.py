@@ -281,7 +281,7 @@ class NodeAgent:
 
     async def bring(self, wanted: WantedPart) -> BroughtPart:
         """Bring a part of a leased version here from another node, once for all explorers of this one."""
-        path = await asyncio.wrap_future(await self._run(self._brought.bring, wanted))
+        path = await asyncio.wrap_future(await self._wait(self._brought.bring, wanted))
         return BroughtPart(path, self._brought.take_errors())
 
     def _transports(self, stall_s: float) -> list[PartTransport]:

@@ -386,40 +386,78 @@ class BroughtParts:
         self._piece_bytes = piece_bytes
         self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="part")
         self._lock = threading.Lock()
+        self._making = threading.Lock()  # held while memory is allocated
+        self._telling = threading.Lock()  # the agent's event loop needs it
         self._arenas: dict[str, tuple[int, SlotArena]] = {}
         self._coming: dict[tuple[int, str], tuple[PartPieces, Future[str]]] = {}
         self._errors: list[str] = []
+        self._closed = False
+
+    def reserve(self, part: str, nbytes: int) -> SlotArena:
+        """Return the slots of a part. They are made at the first call, which takes seconds for gigabytes; meanwhile
+        other parts arrive.
+
+        Raises:
+            SegmentError: there is no room for them.
+        """
+        with self._making:
+            size, arena = self._arenas.get(part, (None, None))
+            if arena is not None and size == nbytes:
+                return arena
+            if arena is not None:
+                arena.close()
+            self._check_open()
+            arena = self._make_arena(part, nbytes)
+            with self._lock:
+                self._arenas[part] = nbytes, arena
+                closed = self._closed
+        if closed:
+            arena.close()
+        for note in arena.notes:
+            self._tell(note)
+        return arena
 
     def bring(self, wanted: WantedPart) -> Future[str]:
         """Begin to bring a part, unless it is here or on its way; return its file, once it is there.
 
         Raises:
+            GoneError: a newer version is in its slot.
             SegmentError: there is no room for it.
         """
         key = wanted.slot, wanted.part
+        size, arena = self._arenas.get(wanted.part, (None, None))
+        if arena is None or size != wanted.nbytes:
+            arena = self.reserve(wanted.part, wanted.nbytes)
         with self._lock:
+            self._check_open()
             held, coming = self._coming.get(key, (None, None))
             if held is not None and coming is not None:
                 failed = coming.done() and coming.exception() is not None
                 if held.version == wanted.version and not failed:
                     return coming
+                if wanted.version < held.version:
+                    raise GoneError(f"{wanted} is not brought: its slot is for version {held.version} now")
                 held.end(f"its slot is for version {wanted.version} now")
-            arena = self._arena(wanted)
             memory = memoryview(arena.map(*key))[: wanted.nbytes]
             held = PartPieces(wanted.version, memory, whole=False, piece_bytes=self._piece_bytes)
             begun = self._threads.submit(self._bring, wanted, held, str(arena.path(*key)), coming)
             self._coming[key] = held, begun
             return begun
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise GoneError("the run ends")
+
     def take_errors(self) -> Sequence[str]:
         """Return the errors that were overcome since the last call."""
-        with self._lock:
+        with self._telling:
             errors, self._errors = self._errors, []
         return errors
 
     def close(self) -> None:
         """End all arrivals and free the memory."""
         with self._lock:
+            self._closed = True
             for held, _ in self._coming.values():
                 held.end("the run ends")
             self._threads.shutdown(wait=False, cancel_futures=True)
@@ -427,17 +465,6 @@ class BroughtParts:
                 arena.close()
             self._coming.clear()
             self._arenas.clear()
-
-    def _arena(self, wanted: WantedPart) -> SlotArena:
-        nbytes, arena = self._arenas.get(wanted.part, (None, None))
-        if arena is None or nbytes != wanted.nbytes:
-            if arena is not None:
-                arena.close()
-            arena = self._make_arena(wanted.part, wanted.nbytes)
-            for note in arena.notes:
-                self._tell(note)
-            self._arenas[wanted.part] = wanted.nbytes, arena
-        return arena
 
     def _bring(self, wanted: WantedPart, held: PartPieces, path: str, before: Future[str] | None) -> str:
         if before is not None:
@@ -454,7 +481,7 @@ class BroughtParts:
         except BaseException as error:
             held.end(str(error))
             raise
-        with self._lock:
+        with self._telling:
             self._errors += errors
         return path
 
@@ -469,4 +496,5 @@ class BroughtParts:
 
     def _tell(self, error: str) -> None:
         story.warning("%s", error)
-        self._errors.append(error)
+        with self._telling:
+            self._errors.append(error)
