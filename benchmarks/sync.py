@@ -10,7 +10,7 @@ Weights travel in bf16. All ways are measured in turn in each round; times in se
 
 Modes: memory (with Trinity 0.6's way beside it), checkpoint (write, map and read beside it), nccl (over gloo; a raw
 broadcast beside it), fleet (four explorers), small (many small tensors; a broadcast for each beside it), growth (200
-syncs, memory), control (512 ranks, 64 explorers, no bytes).
+syncs, memory), control (512 ranks, 64 nodes, 64 explorers, no bytes: a sync and a save).
 """
 
 from __future__ import annotations
@@ -445,9 +445,11 @@ def measure_growth(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         fleet.close()
 
 
-def measure_control(options: argparse.Namespace) -> dict[str, Any]:
-    """A commit with 512 ranks on 64 nodes and 64 explorers: begin, parts, digest, commit, a lease each and its end."""
-    nodes, ranks, explorers = 64, 512, 64
+def measure_control(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    """A commit with 512 ranks on 64 nodes: begin, parts, digest, commit; the explorers wait for it, and then each takes
+    a lease and ends it. A save: each rank starts and ends its part, the driver waits for the commit.
+    """
+    nodes, ranks, explorers = 64, 512, options.control_explorers
     parts = [part_name(rank) for rank in range(ranks)]
 
     def info(rank: int) -> PartInfo:
@@ -481,22 +483,59 @@ def measure_control(options: argparse.Namespace) -> dict[str, Any]:
         rounds.add("state machine", {"commit_s": committed - began, "total_s": time.perf_counter() - began})
 
         began = time.perf_counter()
+        waiting = [actor.wait_newer.remote(Version(0, step - 1), LIMIT_S) for _ in range(explorers)]
         ray.get(actor.begin.remote(version, parts, LIMIT_S), timeout=LIMIT_S)
         sealed = actor.wait_sealed.remote(version, LIMIT_S)
         reports = [actor.staged.remote(version, report) for report in by_node]
         reports.append(actor.digested.remote(version, digest))
         ray.get([*reports, sealed], timeout=LIMIT_S)
         ray.get(actor.commit.remote(version), timeout=LIMIT_S)
+        ray.get(waiting, timeout=LIMIT_S)
         committed = time.perf_counter()
         leases = ray.get([actor.lease.remote(f"explorer-{i}", version) for i in range(explorers)], timeout=LIMIT_S)
         ray.get([actor.release.remote(lease.id) for lease in leases], timeout=LIMIT_S)
         rounds.add("actor", {"commit_s": committed - began, "total_s": time.perf_counter() - began})
         if not step:
             rounds.forget()
-    found = rounds.summary()
     ray.kill(actor)
-    ratios = {"actor, seconds (< 1)": found["actor/total_s"]["median"]}
+    config = MonitorConfig(timeout_s=LIMIT_S, fsync=False)
+    monitor = CheckpointMonitor.get_actor(
+        f"control-{os.getpid()}", default_local_dir=str(folder / "saves"), config=config
+    )
+    for step in range(1, options.rounds + 2):
+        took = _save(monitor, step, parts, nodes)
+        if step > 1:  # the first round does not count
+            rounds.add("save/total_s", took)
+    ray.kill(monitor)
+    found = rounds.summary()
+    ratios = {
+        "sync, seconds (at most 0.15)": found["actor/total_s"]["median"],
+        "save, seconds (at most 0.3)": found["save/total_s"]["median"],
+    }
     return {"ranks": ranks, "nodes": nodes, "explorers": explorers, **found, "ratios": ratios}
+
+
+def _save(monitor: Any, step: int, parts: list[str], nodes: int) -> float:
+    """Save a step whose ranks report a file of a few bytes each; return the seconds until the commit."""
+    place = Path(ray.get(monitor.begin.remote(step, 0, "full", [*parts, "digest"]), timeout=LIMIT_S))
+    (place / "actor").mkdir()
+    entries = [(f"actor/{part}", 1, "0" * 32) for part in parts]
+    for path, *_ in entries:
+        (place / path).write_bytes(b"x")
+    began = time.perf_counter()
+    writers = [(f"{rank % nodes:056x}", str(rank), part) for rank, part in enumerate(parts)]
+    started = [
+        monitor.notify_started.remote(node, job, step=step, part=part, attempt=0, ticket=f"{step}-{job}", life=job)
+        for node, job, part in writers
+    ]
+    ray.get(started, timeout=LIMIT_S)
+    finished = [
+        monitor.notify_finished.remote(step, part=part, attempt=0, files=[entry], ticket=f"{step}-{job}")
+        for (_, job, part), entry in zip(writers, entries, strict=True)
+    ]
+    finished.append(monitor.notify_finished.remote(step, part="digest", attempt=0, files=[], digest="0" * 32))
+    ray.get([*finished, monitor.wait_committed.remote(step, 0, LIMIT_S)], timeout=LIMIT_S)
+    return time.perf_counter() - began
 
 
 def measure_engine(backend: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
@@ -603,6 +642,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7, help="rounds that count (default 7)")
     parser.add_argument("--ranks", type=int, default=2, help="of the trainer (default 2)")
     parser.add_argument("--syncs", type=int, default=200, help="of the mode growth (default 200)")
+    parser.add_argument("--control-explorers", type=int, default=64, help="of the mode control (default 64)")
     parser.add_argument("--folder", type=Path, help="where checkpoints go (default: a temporary folder)")
     parser.add_argument("--output", type=Path, help="write the JSON there too")
     options = parser.parse_args()
@@ -642,7 +682,7 @@ def _measures(options: argparse.Namespace, folder: Path) -> dict[str, Callable[[
     if "growth" in options.modes:
         measures["growth"] = lambda: measure_growth(options, folder)
     if "control" in options.modes:
-        measures["control plane"] = lambda: measure_control(options)
+        measures["control plane"] = lambda: measure_control(options, folder)
     return measures
 
 

@@ -55,8 +55,7 @@ def running() -> Iterator[None]:
                 120.0,
                 num_cpus=4,
                 include_dashboard=False,
-                # Processes start when a test needs one; idle ones would compete with it for the machine.
-                _system_config={"prestart_worker_first_driver": False},
+                _system_config=own_ray.SYSTEM_CONFIG,
                 **_QUIET,
             )
         try:

@@ -39,6 +39,12 @@ def test_every_way_of_sync_is_measured(tmp_path: Path) -> None:
     assert ways <= found["results"]["model"].keys()
 
 
+def test_what_grows_with_a_run_is_measured(tmp_path: Path) -> None:
+    found = run(tmp_path, "long_run.py", "--steps", "50", "--kept", "5", "--ranks", "2")
+    assert found["record"]["report_s"] > 0
+    assert found["checkpoints of 2 ranks"]["retention_s"] > 0
+
+
 def test_checkpoints_are_measured_beside_others(tmp_path: Path) -> None:
     found = run(tmp_path, "checkpoint.py", "--params", "8e6", "--backends", "fsdp2", "--rounds", "1")
     assert {"lazy/committed_s", "verl/blocked_s", "dcp_process/total_s"} <= found["results"]["fsdp2"].keys()

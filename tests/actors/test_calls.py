@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import ray
+from ray._private.state import state
 from ray.exceptions import GetTimeoutError, RaySystemError, RayTaskError
 
 from tests import local_ray
@@ -202,6 +203,34 @@ def test_on_an_event_loop_a_call_says_the_same(member: Any, hanging: Any, mortal
         answer(mortal.die_when.remote(tmp_path / "now"))
 
 
+def test_answers_that_are_there_take_two_waits_however_many_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[int] = []
+
+    def wait(references: Any, *, num_returns: int, timeout: float) -> Any:
+        waits.append(num_returns)
+        return references[:num_returns], references[num_returns:]
+
+    monkeypatch.setattr(ray, "wait", wait)
+    monkeypatch.setattr(ray, "get", lambda references, timeout: references)
+    calls: list[Call[Any]] = [Call(number, "a rank", "stage") for number in range(512)]  # type: ignore[arg-type]
+    told: list[Call[Any]] = []
+    assert results(calls, LIMIT, on_answer=told.append) == list(range(512))
+    assert (told, waits) == (calls, [1, 511])
+
+
+def test_of_answers_that_come_together_those_before_a_failure_are_told_and_a_death_is_its_cause(
+    member: Any, mortal: Any, tmp_path: Path
+) -> None:
+    (tmp_path / "now").touch()
+    told: list[str] = []
+    calls = {"a": member.answer.remote(1), "b": member.fail.remote(RuntimeError("connection closed"))}
+    calls["c"] = mortal.die_when.remote(tmp_path / "now")
+    ray.wait(list(calls.values()), num_returns=3, timeout=LIMIT)
+    with pytest.raises(MemberDied, match=r"^c died"):
+        results(named(calls, "load"), LIMIT, on_answer=lambda call: told.append(call.who))
+    assert told == ["a"]
+
+
 def lost(*args: Any, **kwargs: Any) -> Any:
     raise RaySystemError("broken pipe")
 
@@ -209,7 +238,7 @@ def lost(*args: Any, **kwargs: Any) -> Any:
 @pytest.mark.parametrize("where", ["wait", "get"])
 def test_a_wait_that_ray_itself_breaks_off_names_who_and_what(monkeypatch: pytest.MonkeyPatch, where: str) -> None:
     monkeypatch.setattr(ray, "wait", lambda references, **options: (references[:1], references[1:]))
-    monkeypatch.setattr(module, "_failure", lambda call: None)
+    monkeypatch.setattr(module, "_failure", lambda *calls: None)
     monkeypatch.setattr(ray, where, lost)
     calls: list[Call[Any]] = [Call(object(), who, "load version 3") for who in ("b", "a")]  # type: ignore[arg-type]
     with pytest.raises(RunError, match=r"^a, b could not load version 3: RaySystemError: .*broken pipe") as caught:
@@ -225,7 +254,7 @@ def test_answers_that_ray_does_not_hand_over_are_waited_for_so_long(monkeypatch:
         raise GetTimeoutError
 
     monkeypatch.setattr(ray, "wait", lambda references, **options: (references[:1], references[1:]))
-    monkeypatch.setattr(module, "_failure", lambda call: None)
+    monkeypatch.setattr(module, "_failure", lambda *calls: None)
     monkeypatch.setattr(ray, "get", late)
     calls: list[Call[Any]] = [Call(object(), who, "load version 3") for who in ("b", "a")]  # type: ignore[arg-type]
     for limit in (LIMIT, 0.0):
@@ -254,3 +283,11 @@ def test_on_an_event_loop_a_wait_that_ray_itself_breaks_off_names_who_and_what()
     call: Call[Any] = Call(Lost(), "a", "load version 3")  # type: ignore[arg-type]
     with pytest.raises(RunError, match=r"^a could not load version 3: RaySystemError: .*broken pipe"):
         asyncio.run(call.answer(LIMIT))
+
+
+@pytest.mark.all
+def test_ray_keeps_no_record_of_calls(member: Any) -> None:
+    """Ray's own interval of these records is a second."""
+    ray.get([member.answer.remote(number) for number in range(10)], timeout=LIMIT)
+    time.sleep(3.0)
+    assert state._get_all_task_events() == []

@@ -55,3 +55,57 @@ def test_the_next_change_is_told_from_none() -> None:
         return await changes.next(60.0), await changes.next(0.0)
 
     assert asyncio.run(wait()) == (True, False)
+
+
+def test_a_change_wakes_only_those_for_whom_it_holds_and_several_changes_are_looked_at_once() -> None:
+    async def wait() -> int:
+        changes, there, asked = Changes(), False, 0
+
+        def ready() -> bool:
+            nonlocal asked
+            asked += 1
+            return there
+
+        tasks = [asyncio.ensure_future(changes.wait(ready, who, 60.0)) for _ in range(100)]
+        await asyncio.sleep(0)
+        for _ in range(10):  # for other waits
+            changes.announce()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        looked, there = asked, True
+        changes.announce()
+        await asyncio.gather(*tasks)
+        return looked
+
+    assert asyncio.run(wait()) == 200  # once before the wait, and once at the changes
+
+
+def test_a_change_that_the_running_code_makes_after_it_announced_counts() -> None:
+    async def wait() -> None:
+        changes, there = Changes(), False
+        waiting = asyncio.ensure_future(changes.wait(lambda: there, who, 60.0))
+        await asyncio.sleep(0)
+        changes.announce()
+        there = True
+        await asyncio.wait_for(waiting, 5.0)
+
+    asyncio.run(wait())
+
+
+def test_an_error_of_a_condition_is_that_of_its_own_wait() -> None:
+    async def wait() -> None:
+        changes, broken = Changes(), False
+
+        def ready() -> bool:
+            if broken:
+                raise LookupError("no such version")
+            return False
+
+        waiting = asyncio.ensure_future(changes.wait(ready, who, 60.0))
+        await asyncio.sleep(0)
+        broken = True
+        changes.announce()
+        with pytest.raises(LookupError, match="no such version"):
+            await asyncio.wait_for(waiting, 5.0)
+
+    asyncio.run(wait())

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from tests.checkpoint.helpers import commit, refuse, stage, verls
-from trinity_sync.checkpoint.folder import catalog, deletion, leases, recovery, resume_point
+from trinity_sync.checkpoint.folder import catalog, contents, deletion, leases, recovery, resume_point
 from trinity_sync.checkpoint.folder.contents import (
     ManifestError,
     UnreadableError,
@@ -47,6 +49,54 @@ def test_a_plan_deletes_nothing(tmp_path: Path) -> None:
     assert [(row.step, row.keep) for row in plan] == [(10, False), (20, True)]
     assert all(row.reasons for row in plan)
     assert steps(tmp_path) == [10, 20]
+
+
+def test_a_process_that_plans_again_parses_only_what_has_changed_and_sees_all_that_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parsed: list[str] = []
+    parse = contents.parse_manifest
+
+    def counted(text: str, name: Path, step: int | None) -> contents.Manifest:
+        parsed.append(name.parent.name)
+        return parse(text, name, step)
+
+    def plans() -> list[tuple[int, bool, tuple[str, ...]]]:
+        """The plan of one that has looked before, which is that of one that has not."""
+        parsed.clear()
+        found = prune_plan(root, [KeepLast(2), KeepBest("m", 1)], now=100.0, known=known)
+        new = list(parsed)
+        assert prune_plan(root, [KeepLast(2), KeepBest("m", 1)], now=100.0) == found
+        parsed[:] = new
+        return [(row.step, row.keep, row.reasons[:1]) for row in found]
+
+    monkeypatch.setattr(contents, "parse_manifest", counted)
+    known: contents.KnownManifests = {}
+    root, elsewhere = tmp_path / "a", tmp_path / "b"
+    for step in range(10, 70, 10):
+        commit(root, step, metrics={"m": -step})
+        commit(elsewhere, step, metrics={"m": -step}, attempt=1)
+    assert [step for step, keep, _ in plans() if keep] == [10, 50, 60]
+    assert len(parsed) == 6
+    assert (plans(), parsed) == (plans(), [])
+
+    pin(root, 20)  # as another process or a person does
+    shutil.rmtree(step_dir(root, 60))
+    shutil.rmtree(step_dir(root, 40))
+    step_dir(elsewhere, 40).rename(step_dir(root, 40))
+    file = step_dir(root, 30) / "manifest.json"
+    before = file.stat()
+    with file.open("r+") as same:  # the file, its size and its times stay
+        manifest = parse(same.read(), file, 30)
+        same.seek(0)
+        same.write(replace(manifest, metrics={"m": 777}).to_text())
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    kept = {step: reason for step, keep, (reason,) in plans() if keep}
+    assert kept == {20: "pinned", 30: "keep_best 1 by m (777)", 40: "keep_last 2", 50: "newest full checkpoint"}
+    assert sorted(parsed) == ["global_step_30", "global_step_40"]
+    assert {folder.name for folder in known} == {f"global_step_{step}" for step in (10, 20, 30, 40, 50)}
+    file.write_bytes(file.read_bytes()[:-9])
+    assert 30 not in {step for step, _, _ in plans()}
 
 
 def test_pruning_removes_the_whole_step_folder_and_says_what_it_freed(tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -33,6 +35,23 @@ def committed(book: VersionBook, step: int) -> Version:
 @pytest.fixture
 def book() -> VersionBook:
     return VersionBook(2, Clock())
+
+
+def test_the_parts_of_a_sealed_version_are_pickled_once_for_all_of_its_readers(book: VersionBook) -> None:
+    version, pickled = Version(0, 1), list[str]()
+
+    class Part(str):
+        def __reduce__(self) -> tuple[type[str], tuple[str]]:
+            pickled.append(self)
+            return str, (str(self),)
+
+    book.open(version, PARTS)
+    book.stage(version, {name: Part(name) for name in PARTS})  # type: ignore[misc]
+    book.digest(version, "d")
+    book.commit(version)
+    sent = [pickle.loads(pickle.dumps(book.lease(name, 1.0))) for name in "abc"]
+    assert [lease.parts for lease in sent] == [{name: name for name in PARTS}] * 3
+    assert len(pickled) == len(PARTS)
 
 
 def test_a_version_is_sealed_by_its_last_part_or_its_digest_whichever_comes_last(book: VersionBook) -> None:

@@ -10,10 +10,13 @@ from typing import Any
 import pytest
 
 from tests.report.test_activity import AT, event, step
+from trinity_sync.report import timeline as module
 from trinity_sync.report.run_charts import held, step_parts
 from trinity_sync.report.run_data import Run
-from trinity_sync.report.timeline import _WORDS, _kind, timeline
+from trinity_sync.report.timeline import _WORDS, _kind, spans, timeline
 from trinity_sync.tracking.events import GenerateEvent, event_step
+
+MIRRORED = {"step": 3, "url": "s3://x", "state": "copied", "total_s": 990.0, "bytes": 1}
 
 
 def run(steps: int, explorers: int = 1, slow: int | None = None, **record: Any) -> Run:
@@ -167,3 +170,18 @@ def test_no_two_kinds_of_bars_have_the_same_colour() -> None:
     fills = {kind: re.findall(rf"svg \.{kind} {{ ([^}}]*) }}", style) for kind in kinds}
     assert all(fills.values())
     assert len({str(fill) for fill in fills.values()}) == len(kinds)
+
+
+@pytest.mark.parametrize("slow", [None, 2, 50, 87, 88, 89, 99])
+@pytest.mark.parametrize("attempts", [1, 2])
+def test_spans_that_no_window_shows_are_not_needed(
+    slow: int | None, attempts: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = run(100, explorers=3, slow=slow, **({"started": AT + 95.5} if attempts == 2 else {}))
+    found.events = [event("commit", 0.5, step=0, total_s=0.1), *found.events, event("mirror", 999, **MIRRORED)]
+    few = len(list(module._shown(found)))
+    page = drawn(found)
+    everything = list(spans(found.metrics, found.events))
+    monkeypatch.setattr(module, "_shown", lambda run: everything)
+    assert drawn(found) == page
+    assert few < len(everything) / 2

@@ -3,6 +3,8 @@ from __future__ import annotations
 import json
 import math
 import threading
+import tracemalloc
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +50,27 @@ def test_a_log_cut_anywhere_reads_as_its_whole_lines(
     found = json_lines.read(path)
     assert found == records[: len(found)]
     assert len(found) >= data.count(b"\n")
+
+
+@given(records=RECORDS, tail=st.binary(max_size=3), chunk=st.integers(1, 60))
+def test_a_log_reads_the_same_in_pieces_of_any_size(
+    tmp_path_factory: pytest.TempPathFactory, records: list[dict], tail: bytes, chunk: int
+) -> None:
+    path = tmp_path_factory.mktemp("log") / "a.jsonl"
+    write(path, records)
+    with path.open("ab") as file:
+        file.write(tail)
+
+    def found() -> list[Any] | str:
+        try:
+            return json_lines.read(path)
+        except RunError as error:
+            return str(error)
+
+    whole = found()
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(json_lines, "_CHUNK", chunk)
+        assert found() == whole
 
 
 @pytest.mark.parametrize("tail", [b'{"step": 2', b"\x00\x00\x00", b'{"step": 2, "x": "\xc3'])
@@ -225,3 +248,45 @@ def test_a_link_is_not_written_through(tmp_path: Path) -> None:
     with pytest.raises(RunError, match="log cannot be written"):
         json_lines.JsonlWriter(tmp_path / "log")
     assert (tmp_path / "theirs").read_text() == "a last line without an end"
+
+
+VALUES = st.one_of(
+    st.integers(), st.floats(), st.text(max_size=4), st.booleans(), st.none(), st.lists(st.integers(), max_size=2)
+)
+
+
+@given(lines=st.lists(st.dictionaries(st.sampled_from("abc"), VALUES), max_size=12))
+def test_packed_lines_are_those_that_were_put_in(lines: list[dict[str, Any]]) -> None:
+    packed = json_lines.Packed(lines)
+    assert repr(list(packed)) == repr(lines)  # of nan and -0.0 too
+    assert [list(map(type, line.values())) for line in packed] == [list(map(type, line.values())) for line in lines]
+    assert repr(list(json_lines.column(packed, "a"))) == repr([line.get("a") for line in lines])
+    assert repr(list(packed[::-1][:3])) == repr(lines[::-1][:3])
+    if lines:
+        packed[-1] = {"b": 1}
+        assert repr(list(packed)) == repr([*lines[:-1], {"b": 1}])
+
+
+def test_packed_events_are_of_their_classes_and_found_by_them() -> None:
+    delta = synthetic.publish(2, changed=0.5, changed_ppm={"0": 7}, of_a_newer_release=[1, 2])
+    made = {"publish": [synthetic.publish(1), delta], "load": [synthetic.load(1)], "dance": [{"steps": 3}]}
+    events = [synthetic.event(name, time=1.5, **fields) for name, all_ in made.items() for fields in all_]
+    packed = json_lines.Packed(events)
+    assert list(packed) == events
+    for kind in {type(one) for one in events}:
+        assert list(packed.of(kind)) == [one for one in events if isinstance(one, kind)]
+
+
+def test_packed_lines_take_a_small_part_of_the_memory() -> None:
+    def lines() -> Iterator[dict[str, Any]]:
+        return ({"step": n, "attempt": 0, **{f"metric/{key}": n + key / 7 for key in range(40)}} for n in range(2000))
+
+    def memory(make: Callable[[Iterator[dict[str, Any]]], object]) -> int:
+        tracemalloc.start()
+        kept = make(lines())
+        size = tracemalloc.get_traced_memory()[0]
+        tracemalloc.stop()
+        del kept
+        return size
+
+    assert memory(json_lines.Packed) < memory(list) / 6

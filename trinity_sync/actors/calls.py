@@ -146,9 +146,19 @@ def results(
             if not done:
                 late = [by_reference[reference] for reference in pending]
                 raise WaitTimeout(_names(late), what or late[0].what, timeout_s)
-            failed = _failure(by_reference[done[0]])
-            if failed is None and on_answer is not None:
-                on_answer(by_reference[done[0]])
+            if pending:  # all that have answered by now, since each wait looks at all the others again
+                more, pending = ray.wait(pending, num_returns=len(pending), timeout=0)
+                done += more
+            now = set(done)
+            answered = [call for call in calls if call.reference in now]
+            failed = _failure(*answered)
+            if failed is not None:
+                first = answered.index(failed[0])
+                pending += [call.reference for call in answered[first + 1 :]]
+                del answered[first:]
+            if on_answer is not None:
+                for call in answered:
+                    on_answer(call)
         if failed is None:
             # the answers exist, but Ray may have spilled them to disk
             answers: list[T] = ray.get(
@@ -162,14 +172,16 @@ def results(
     raise _cause(*failed, [by_reference[reference] for reference in pending], what)
 
 
-def _failure(call: Call[T]) -> tuple[Call[T], Exception] | None:
+def _failure(*calls: Call[T]) -> tuple[Call[T], Exception] | None:
+    """Return the first of some ended calls that has failed, with its error; None: none has."""
     try:
-        ray.get(call.reference, timeout=0)
-    except GetTimeoutError as error:
-        # the member's own timeout, or only that of this poll
-        return (call, error) if isinstance(error, RayTaskError) else None
+        ray.get([call.reference for call in calls], timeout=0)
     except Exception as error:
-        return call, error
+        if len(calls) > 1:
+            return next((found for call in calls if (found := _failure(call)) is not None), None)
+        # the member's own timeout, or only that of this poll
+        own = not isinstance(error, GetTimeoutError) or isinstance(error, RayTaskError)
+        return (calls[0], error) if own else None
     return None
 
 

@@ -102,21 +102,34 @@ def ended(calls: Collection[P], timeout_s: float = 0.0) -> list[P]:
 
 
 class Changes:
-    """Wakes all coroutines that wait for a change, so that none has to poll. For one event loop."""
+    """Wakes each coroutine once its condition is true, so that none has to poll. For one event loop."""
 
     def __init__(self) -> None:
-        self._changed = asyncio.Event()
+        self._waits: dict[asyncio.Future[None], Callable[[], bool]] = {}
+        self._looking = False
 
     def announce(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+        """Look at the conditions once the running code yields, as more of them may change until then."""
+        if self._waits and not self._looking:
+            self._looking = True
+            next(iter(self._waits)).get_loop().call_soon(self._look)
 
-    async def next(self, seconds: float) -> bool:
-        """Wait for the next change; return False at the timeout."""
+    def _look(self) -> None:
+        self._looking = False
+        for woken, ready in self._waits.items():
+            if not woken.done() and _holds(ready):
+                woken.set_result(None)
+
+    async def next(self, seconds: float, ready: Callable[[], bool] = lambda: True) -> bool:
+        """Wait for the next change, or for the next one after which `ready` is true; return False at the timeout."""
+        woken = asyncio.get_running_loop().create_future()
+        self._waits[woken] = ready
         try:
-            await asyncio.wait_for(self._changed.wait(), max(0.0, seconds))
+            await asyncio.wait_for(woken, max(0.0, seconds))
         except TimeoutError:
             return False
+        finally:
+            del self._waits[woken]
         return True
 
     async def wait(
@@ -134,8 +147,15 @@ class Changes:
         """
         deadline = time.monotonic() + seconds if deadline is None else deadline
         while not ready():
-            if not await self.next(deadline - time.monotonic()):
+            if not await self.next(deadline - time.monotonic(), ready):
                 raise WaitTimeout(*describe(), seconds)
+
+
+def _holds(ready: Callable[[], bool]) -> bool:
+    try:
+        return ready()
+    except Exception:
+        return True  # its own coroutine looks again, and raises the error
 
 
 class Host(Protocol):

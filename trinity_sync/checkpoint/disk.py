@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import IO
@@ -39,6 +39,7 @@ class CheckpointDisk:
     clock: Callable[[], float]  # Unix seconds
     writer: str | None = None  # the run that may write in the folder, see `lock.lock_as_writer`; None: any
     of_run: str | None = None  # the run id; None: that of the folder
+    known: contents.KnownManifests = field(default_factory=dict)  # for `prune`, which is not called twice at a time
 
     @cached_property
     def run(self) -> str | None:
@@ -183,9 +184,8 @@ class CheckpointDisk:
         if self.root is None:
             return [], []
         now, saving = self.clock(), set(saving)
-        plan = prune_plan(
-            self.root, [*self.policies, *extra], now=now, keep_state_dicts=self.keep_state_dicts, saving=saving
-        )
+        policies, kept = [*self.policies, *extra], self.keep_state_dicts
+        plan = prune_plan(self.root, policies, now=now, keep_state_dicts=kept, saving=saving, known=self.known)
         pruned, problems = prune(self.root, plan, now=now, defer=True)
         warnings = [*problems, *(warning for row in plan for warning in row.warnings)]
 
@@ -258,7 +258,7 @@ class CheckpointDisk:
         if not restarted:
             unlink_notes(self.root, self.attempt)
         trackers = {kind: contents.read_tracker(self.root, kind) for kind in KINDS}
-        infos = catalog.scan(self.root, trackers[FULL])
+        infos = catalog.scan(self.root, trackers[FULL], self.known)
         manifests = {info.step: info.manifest for info in infos if info.manifest is not None}
         book = make_book([(manifest.step, manifest.attempt, manifest.kind) for manifest in manifests.values()])
         others = {info.step for info in infos if info.manifest is None and info.state != "damaged"}

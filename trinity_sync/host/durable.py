@@ -16,7 +16,7 @@ from trinity_sync.host.threads import piece
 _CANNOT = (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS, errno.EROFS)
 
 
-def replace_file(path: Path, data: bytes | str | Iterable[str], *, durable: bool = True) -> None:
+def replace_file(path: Path, data: bytes | str | Iterable[str | bytes], *, durable: bool = True) -> None:
     """Replace a file atomically: a reader, or a crash at any moment, sees the old bytes or the new ones."""
     draft = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")  # not the pid: hosts may share the folder
     try:
@@ -24,7 +24,8 @@ def replace_file(path: Path, data: bytes | str | Iterable[str], *, durable: bool
             if isinstance(data, bytes):
                 file.write(data)
             else:
-                file.writelines(piece.encode() for piece in ([data] if isinstance(data, str) else data))
+                pieces = [data] if isinstance(data, str) else data
+                file.writelines(piece if isinstance(piece, bytes) else piece.encode() for piece in pieces)
             if durable:
                 file.flush()
                 os.fsync(file.fileno())

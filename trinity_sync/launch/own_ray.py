@@ -40,6 +40,9 @@ AUTHENTICATION = "RAY_AUTH_MODE"
 later Ray need it to have a token.
 """
 
+SYSTEM_CONFIG = {"prestart_worker_first_driver": False, "task_events_report_interval_ms": 0}
+"""No idle workers: they would compete with the imports of the others. No record of every call, which nothing reads."""
+
 _FOLDER_PREFIX = "trinity-ray"
 _LOCK = "owner.lock"
 _LIFELINE = "lifeline"
@@ -213,8 +216,7 @@ def _start_own(request: _RayRequest, cpus: int, options: Mapping[str, object]) -
                 include_dashboard=False,
                 object_store_memory=settings.object_store_mb * 2**20,
                 _temp_dir=str(folder),
-                # no idle workers: they would compete with the imports of the others
-                _system_config={"prestart_worker_first_driver": False},
+                _system_config=SYSTEM_CONFIG,
                 **options,
             )
         stack.callback(shut_down, folder, released)

@@ -23,7 +23,7 @@ from trinity_sync.config.lora_settings import adapter_of
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.host.urls import absolute, shown
 from trinity_sync.protocol.parts import FULL
-from trinity_sync.tracking.events import CommitEvent, MirrorEvent, PruneEvent, read_events
+from trinity_sync.tracking.events import CommitEvent, MirrorEvent, PruneEvent, stream_events
 from trinity_sync.tracking.run_record import read_record
 from trinity_sync.tracking.units import progress_bar
 
@@ -362,7 +362,7 @@ def check_owned(run: Path, checkpoints: Path, *, named: bool = False) -> None:
 
 def recorded_commits(path: Path) -> owner.Recorded:
     """Return the commits in a run's events. Raises RunError if the events cannot be read."""
-    commits = [event for event in read_events(path) if isinstance(event, CommitEvent)]
+    commits = (event for event in stream_events(path) if isinstance(event, CommitEvent))
     return {(event.step, event.attempt, event.digest, event.bytes) for event in commits}
 
 
@@ -370,7 +370,7 @@ def copied_to(events: Path) -> set[str]:
     """Return the mirrors that have copies of a run's checkpoints, by its events. Raises RunError if they cannot be
     read.
     """
-    copies = [event for event in read_events(events) if isinstance(event, MirrorEvent)]
+    copies = (event for event in stream_events(events) if isinstance(event, MirrorEvent))
     return {event.url for event in copies if event.state == "copied"}
 
 
@@ -378,7 +378,7 @@ def committed_steps(events: Path, checkpoints: Path) -> list[int]:
     """Return the steps of a run's committed full checkpoints that still exist by its events, ascending."""
     steps: set[int] = set()
     gone = noted_deletions(checkpoints)
-    for event in read_events(events):
+    for event in stream_events(events):
         if isinstance(event, PruneEvent):
             steps.discard(event.step)
         elif isinstance(event, CommitEvent) and event.kind == FULL and (event.step, event.attempt) not in gone:

@@ -10,7 +10,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import Literal, NamedTuple, TypeAlias, TypedDict
 
 Kind: TypeAlias = Literal["full", "state_dict"]
@@ -354,8 +354,8 @@ class FileEntry:
     xxh3_128: str
 
     def __post_init__(self) -> None:
-        parts = PurePosixPath(self.path).parts
-        if not parts or self.path.startswith("/") or ".." in parts or self.path == MANIFEST:
+        parts = self.path.split("/")
+        if {"", "."}.issuperset(parts) or self.path.startswith("/") or ".." in parts or self.path == MANIFEST:
             raise ValueError(
                 f"{self.path!r} cannot be the path of a checkpoint's file: it has to lie inside its folder"
             )

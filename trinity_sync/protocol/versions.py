@@ -13,8 +13,10 @@ from __future__ import annotations
 
 import enum
 import itertools
+import pickle
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple
 
 from trinity_sync.protocol.parts import PartInfo
@@ -66,6 +68,17 @@ LOAD_HOPS = 2
 """A load moves each byte over so many hops that may be slow: out of the slot to the reader, and into its engine. Waits
 for a load, and its lease, last as long as both take.
 """
+
+
+class SealedParts(dict[str, PartInfo]):
+    """The parts of a sealed version, which no longer change: pickled once, however many readers they are sent to."""
+
+    @cached_property
+    def _pickled(self) -> bytes:
+        return pickle.dumps(dict(self))
+
+    def __reduce__(self) -> tuple[Callable[[bytes], object], tuple[bytes]]:
+        return pickle.loads, (self._pickled,)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -268,7 +281,7 @@ class VersionBook:
     def sealed_info(self, version: Version) -> tuple[int, dict[str, PartInfo], str | None]:
         """Return slot, parts and digest of a sealed or committed version."""
         record = self._require(version, State.SEALED, "read", also=State.COMMITTED)
-        return record.slot, dict(record.parts), record.digest
+        return record.slot, record.parts, record.digest
 
     def error(self, version: Version) -> str | None:
         record = self._records.get(version)
@@ -293,7 +306,7 @@ class VersionBook:
             version=wanted,
             slot=record.slot,
             expires=self._clock() + seconds,
-            parts=dict(record.parts),
+            parts=record.parts,
             digest=record.digest,
             location=record.location,
         )
@@ -336,7 +349,7 @@ class VersionBook:
 
     def _seal(self, record: _VersionRecord) -> bool:
         if record.digested and record.parts.keys() == record.expected:
-            record.state = State.SEALED
+            record.state, record.parts = State.SEALED, SealedParts(record.parts)
             return True
         return False
 

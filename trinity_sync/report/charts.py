@@ -143,7 +143,7 @@ def line_chart(
 ) -> Markup:
     """Draw curves over one axis of numbers."""
     most = min(_MOST_POINTS, max(100, _MOST_TOGETHER // max(len(series), 1)))
-    curves = [item for item in (_thinned(item, log, most) for item in series) if item.pieces]
+    curves = [item for item in (thinned(item, log, most) for item in series) if item.pieces]
     if not curves:
         return _said(empty)
     xs = [x for item in curves for x, _ in item.points]
@@ -248,7 +248,8 @@ def _fill(colour: int) -> str:
     return f"var(--s{colour % COLOURS})"
 
 
-def _thinned(series: Series, log: bool, most: int) -> Series:
+def thinned(series: Series, log: bool, most: int = _MOST_POINTS) -> Series:
+    """Return a curve with as many points as a chart draws at most."""
     drawable = [(x, y if y is None or not log or y > 0 else None) for x, y in series.points]
     return replace(series, points=thin(drawable, most), low=thin(series.low, most), high=thin(series.high, most))
 

@@ -9,9 +9,9 @@ from functools import partial
 from statistics import stdev
 from typing import Literal
 
-from trinity_sync.report.run_data import TARGET_REWARD, E, Run, steps_to
-from trinity_sync.tracking import units
-from trinity_sync.tracking.events import CommitEvent, LoadEvent, PublishEvent
+from trinity_sync.report.run_data import TARGET_REWARD, Run, steps_to
+from trinity_sync.tracking import json_lines, units
+from trinity_sync.tracking.events import CommitEvent, E, LoadEvent, PublishEvent
 from trinity_sync.tracking.summary import LOSS, REWARD, REWARD_STEPS, mean_steps, quantile, training_spans
 
 Better = Literal["lower", "higher"]
@@ -169,7 +169,7 @@ def _not_training(run: Run) -> Iterable[float | None]:
 
 
 def _timings(run: Run, name: str) -> list[float | None]:
-    return [units.finite(line.get(name)) for line in run.metrics]
+    return [units.finite(value) for value in json_lines.column(run.metrics, name)]
 
 
 def _percent(value: float) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -13,6 +14,7 @@ from trinity_sync.report.charts import Series
 from trinity_sync.report.run_data import Run, smooth
 from trinity_sync.tracking import units
 from trinity_sync.tracking.events import CommitEvent, LoadEvent, PublishEvent
+from trinity_sync.tracking.json_lines import column
 from trinity_sync.tracking.summary import ABS_DIFF, ABS_DIFF_MAX, EXACT, K3_KL, LOSS, REWARD, training_spans
 
 _MOST_PARTS = 7
@@ -86,12 +88,12 @@ def timing(run: Run) -> Markup:
     )
 
 
-def step_parts(run: Run) -> tuple[list[float], dict[str, list[float]]]:
+def step_parts(run: Run) -> tuple[list[float], dict[str, Sequence[float]]]:
     """Return the steps, and the seconds by part of a step: the largest parts, and the sum of the others."""
     lines = run.trained
     names = sorted({name for line in lines for name in line if name.startswith("timing/") and name not in _WHOLE_STEP})
-    values = {
-        name.removeprefix("timing/"): [max(0.0, units.finite(line.get(name)) or 0.0) for line in lines]
+    values: dict[str, Sequence[float]] = {
+        name.removeprefix("timing/"): array("d", (max(0.0, units.finite(one) or 0.0) for one in column(lines, name)))
         for name in names
     }
     ranked = sorted(values, key=lambda name: -sum(values[name]))
@@ -99,7 +101,7 @@ def step_parts(run: Run) -> tuple[list[float], dict[str, list[float]]]:
     rest = [values[name] for name in ranked[_MOST_PARTS:]]
     if rest:
         parts[f"{len(rest)} others"] = [sum(column) for column in zip(*rest, strict=True)]
-    steps = [units.finite(line.get("step")) for line in lines]
+    steps = map(units.finite, column(lines, "step"))
     return [float(index + 1) if step is None else step for index, step in enumerate(steps)], parts
 
 
@@ -225,7 +227,7 @@ def saves(run: Run) -> Markup:
 
 
 def _dots(name: str, points: Sequence[tuple[float, float | None]], colour: int) -> Series:
-    return Series(name=name, points=points, colour=colour, style="dots")
+    return charts.thinned(Series(name=name, points=points, colour=colour, style="dots"), log=True)
 
 
 def metric_text(value: float) -> str:
@@ -311,7 +313,7 @@ def _timed(run: Run, name: str) -> list[tuple[float, float]]:
         starts[number] = begin - before
         before += end - begin
     timed: list[tuple[float, float]] = []
-    values = smooth([(0.0, units.finite(line.get(name))) for line in run.metrics])
+    values = smooth([(0.0, units.finite(value)) for value in column(run.metrics, name)])
     for line, (_, value) in zip(run.metrics, values, strict=True):
         at, attempt = units.finite(line.get("time")), line.get("attempt")
         if at is None or value is None or attempt not in starts:

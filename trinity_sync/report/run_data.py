@@ -12,8 +12,8 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.host.masking import masked_override
 from trinity_sync.host.references import model_name, read_shown, read_started_in, read_written, setting_of, task_name
 from trinity_sync.tracking import json_lines
-from trinity_sync.tracking.events import Event, FaultEvent, RowsEvent, event_step, read_events
-from trinity_sync.tracking.json_lines import Record
+from trinity_sync.tracking.events import E, Event, FaultEvent, RowsEvent, event_step, events_of, stream_events
+from trinity_sync.tracking.json_lines import Packed, Record
 from trinity_sync.tracking.run_record import RunJson, lock_owner, read_record, recorded_checkpoints
 from trinity_sync.tracking.summary import Summary, is_late, put_to_steps, summarise, wall_seconds
 from trinity_sync.tracking.units import finite
@@ -26,7 +26,6 @@ _TAIL = 512
 """The number of last lines of samples.jsonl that are read."""
 
 T = TypeVar("T")
-E = TypeVar("E", bound=Event)
 
 
 @dataclass(kw_only=True)
@@ -88,17 +87,18 @@ class Run:
         return min((at for at in starts if at is not None), default=None)
 
     @property
-    def trained(self) -> list[Record]:
+    def trained(self) -> Sequence[Record]:
         """The metrics of steps, without those of a validation before the first one."""
-        return [line for line in self.metrics if not is_late(line)]
+        lines = self.metrics if isinstance(self.metrics, Packed) else Packed(self.metrics)
+        return lines.where(lambda line: not is_late(line))
 
     def setting(self, *keys: str) -> object:
         """Return a value of the config; None without one."""
         return setting_of(self.config, ".".join(keys))
 
-    def of(self, kind: type[E]) -> list[E]:
+    def of(self, kind: type[E]) -> Sequence[E]:
         """Return the events of one kind, oldest first."""
-        return [event for event in self.events if isinstance(event, kind)]
+        return events_of(kind, self.events)
 
     def measured(self, kind: type[E], figure: Callable[[E], float | None]) -> list[tuple[float, float | None]]:
         """Return a figure of the events of one kind by step or version, ascending."""
@@ -107,9 +107,8 @@ class Run:
 
     def series(self, name: str) -> list[tuple[float, float | None]]:
         """Return one metric by step; None for a step without a finite value. Empty if no step has one."""
-        points = [
-            (step, finite(line.get(name))) for line in self.metrics if (step := finite(line.get("step"))) is not None
-        ]
+        columns = (json_lines.column(self.metrics, key) for key in ("step", name))
+        points = [(step, finite(value)) for at, value in zip(*columns, strict=True) if (step := finite(at)) is not None]
         return points if any(value is not None for _, value in points) else []
 
 
@@ -155,8 +154,8 @@ def load_run(path: Path) -> Run:
             run.notes.append("The run ended without saying so: run.json says running, but no process holds the folder.")
     else:
         run.notes.append("There is no run.json: the run did not start.")
-    run.metrics = _read(run, "metrics.jsonl", _read_metrics, [])
-    run.events = _read(run, "events.jsonl", _read_events, [])
+    run.metrics = _read(run, "metrics.jsonl", _read_metrics, ())
+    run.events = _read(run, "events.jsonl", _read_events, ())
     samples: list[Record] = _read(run, "samples.jsonl", _read_samples, [])
     run.samples = _of_last_step([line for line in samples if not line.get("validation")])
     run.validation_samples = _of_last_step([line for line in samples if line.get("validation")])
@@ -224,9 +223,9 @@ def _read(run: Run, name: str, reader: Callable[[Path], T], default: T) -> T:
         return default
 
 
-def _read_metrics(path: Path) -> list[Record]:
-    lines = [line for line in json_lines.read(path) if isinstance(line.get("attempt"), int | None)]
-    return put_to_steps([line for line in lines if _is_step(json_lines.metrics_step(line))])
+def _read_metrics(path: Path) -> Sequence[Record]:
+    lines = (line for line in json_lines.stream(path) if isinstance(line.get("attempt"), int | None))
+    return put_to_steps(line for line in lines if _is_step(json_lines.metrics_step(line)))
 
 
 def _read_samples(path: Path) -> list[Record]:
@@ -242,10 +241,10 @@ def _are_spans(spans: object) -> bool:
     return isinstance(spans, list) and all(isinstance(span, list) and len(span) == 3 for span in spans)
 
 
-def _read_events(path: Path) -> list[Event]:
+def _read_events(path: Path) -> Sequence[Event]:
     """Read the events that a report needs: faults, counts of rows, and events of a step or of a version."""
-    events = read_events(path)
-    return [event for event in events if isinstance(event, FaultEvent | RowsEvent) or _is_step(event_step(event))]
+    events = stream_events(path)
+    return Packed(event for event in events if isinstance(event, FaultEvent | RowsEvent) or _is_step(event_step(event)))
 
 
 def _is_step(step: int | None) -> bool:

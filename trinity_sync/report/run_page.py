@@ -25,7 +25,7 @@ from trinity_sync.tracking.events import (
     PruneEvent,
     PublishEvent,
     parse_event,
-    read_events,
+    stream_events,
 )
 from trinity_sync.tracking.json_lines import Record
 from trinity_sync.tracking.run_record import RunJson, read_record
@@ -42,12 +42,18 @@ from trinity_sync.tracking.summary import (
     wall_seconds,
 )
 
+_MOST_ROWS = 400
+"""Of a table, the newest."""
+
 
 def render(run: Run, now: float) -> str:
     """Render the page as HTML; `now` in Unix seconds, for the time of its making."""
-    loads: dict[int, list[LoadEvent]] = {}
+    publishes, commits = run.of(PublishEvent), run.of(CommitEvent)
+    loads: dict[int, list[LoadEvent]] = {event.version: [] for event in publishes[-_MOST_ROWS:]}
     for load in run.of(LoadEvent):
-        loads.setdefault(load.version, []).append(load)
+        if load.version in loads:
+            loads[load.version].append(load)
+    steps = {event.step for event in commits[-_MOST_ROWS:]}
     attempts = run.record.get("attempts") or []
     started = run.start
     first, *others = run_charts.training(run)
@@ -73,9 +79,11 @@ def render(run: Run, now: float) -> str:
         timeline=timeline.timeline(run),
         wrong=mismatches(run.events),
         kept={event.step for event in kept_checkpoints(run.events, run.checkpoints)},
-        commits=run.of(CommitEvent),
-        publishes=run.of(PublishEvent),
-        pruned={event.step: event for event in run.of(PruneEvent)},
+        commits=commits,
+        publishes=publishes,
+        most_rows=_MOST_ROWS,
+        synced=bool(publishes or run.of(LoadEvent)),
+        pruned={event.step: event for event in run.of(PruneEvent) if event.step in steps},
         faults=run.of(FaultEvent),
         loads=loads,
         since_start=since_start,
@@ -130,7 +138,7 @@ Tile = tuple[str, str, str | None]
 def _training_tiles(run: Run) -> list[Tile]:
     """Return the key figures of training."""
     summary = run.summary
-    took, reached = spread(line.get("timing/step") for line in run.metrics)["median"], steps_to(run)
+    took, reached = spread(json_lines.column(run.metrics, "timing/step"))["median"], steps_to(run)
     done = str(summary["steps"]) if run.total_steps is None else f"{summary['steps']} of {run.total_steps}"
     each = f"{units.seconds(took)} each, median" if took is not None else None
     name, begin, end = headline(summary)
@@ -342,11 +350,12 @@ def _read_record(folder: Path, line: RunLine) -> None:
     line.steps, line.reward, line.loss = summary["steps"], summary["reward_last"], summary["loss_last"]
 
 
-def _last_lines(folder: Path, record: RunJson) -> tuple[Sequence[Record], list[Event]]:
+def _last_lines(folder: Path, record: RunJson) -> tuple[Sequence[Record], Sequence[Event]]:
     """Return the last metrics and events; all of them if an earlier attempt was killed, to know its duration."""
     earlier = (record.get("attempts") or [])[:-1]
     if any(attempt.get("ended") is None for attempt in earlier):
-        return json_lines.read(folder / "metrics.jsonl"), read_events(folder / "events.jsonl")
+        events = json_lines.Packed(stream_events(folder / "events.jsonl"))
+        return json_lines.Packed(json_lines.stream(folder / "metrics.jsonl")), events
     metrics, lines = (json_lines.read_last(folder / name, _LAST_LINES) for name in ("metrics.jsonl", "events.jsonl"))
     return metrics, [parse_event(line) for line in lines]
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import math
 import re
+from array import array
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,8 +31,9 @@ from trinity_sync.tracking.events import (
     SkipEvent,
     event_fields,
     event_name,
+    events_of,
 )
-from trinity_sync.tracking.json_lines import Record, plain
+from trinity_sync.tracking.json_lines import Record, column, plain
 from trinity_sync.tracking.summary import is_late
 from trinity_sync.tracking.units import finite
 
@@ -152,7 +155,7 @@ class _Drawing:
 
 def timeline(run: Run) -> Markup | None:
     """Draw the last steps of a run, and those around a slow step; None without any spans."""
-    lanes = span_lanes(spans(run.metrics, run.events))
+    lanes = span_lanes(_shown(run))
     if not lanes:
         return None
     started = min(lane[0].begin for lane in lanes.values())
@@ -166,6 +169,29 @@ def timeline(run: Run) -> Markup | None:
     words = {_kind(what): text for what, text in _WORDS.items()} | {_kind(""): _OTHERS}
     legend = [(kind, text) for kind, text in words.items() if kind in kinds]
     return render("timeline.html", plots=pictures, legend=legend, notes=_notes(run), lane=_LANE, height=_BAR)
+
+
+def _shown(run: Run) -> Iterator[TimelineSpan]:
+    """Yield the spans that the windows may show, the first of each lane, and the other steps without their parts."""
+    whole = (span for span in spans(run.metrics, ()) if span.what == "step")
+    steps = sorted((span._replace(parts=(), facts={}) for span in whole), key=lambda span: span.begin)
+    if len(steps) <= _MOST_STEPS + 2:
+        yield from spans(run.metrics, run.events)
+        return
+    slowest = max(range(1, len(steps) - _MOST_STEPS), key=lambda at: steps[at].end - steps[at].begin)
+    around = [(steps[slowest - 1].begin, steps[slowest + 1].end), (steps[-_MOST_STEPS - 1].begin, math.inf)]
+
+    def shown(span: TimelineSpan) -> bool:
+        return any(span.end > begin and span.begin < end for begin, end in around)
+
+    yield from (span for span in steps if not shown(span))
+    first: dict[str, TimelineSpan] = {}
+    for span in spans(run.metrics, run.events):
+        if shown(span):
+            yield span
+        elif span.what != "step" and (span.who not in first or span.begin < first[span.who].begin):
+            first[span.who] = span
+    yield from first.values()
 
 
 def _notes(run: Run) -> list[str]:
@@ -373,24 +399,30 @@ def loads(events: Iterable[Event]) -> list[HeldVersion]:
 
 def held_by_step(metrics: Sequence[Record], events: Iterable[Event]) -> dict[str, list[tuple[float, float | None]]]:
     """Return by explorer its version at the beginning of each step; None before its first load of an attempt."""
-    times: dict[tuple[str, object], list[float]] = defaultdict(list)
-    versions: dict[tuple[str, object], list[int]] = defaultdict(list)
-    for held in loads(events):
-        times[held.explorer, held.attempt].append(held.at)
-        versions[held.explorer, held.attempt].append(held.version)
+    times: dict[tuple[str, object], array[float]] = defaultdict(lambda: array("d"))
+    versions: dict[tuple[str, object], array[float]] = defaultdict(lambda: array("d"))
+    for event in events_of(LoadEvent, events):
+        for span in _load(event):
+            key = span.who, event.attempt
+            place = bisect_right(times[key], span.end)  # nearly always the end
+            times[key].insert(place, span.end)
+            versions[key].insert(place, event.version)
     found: dict[str, list[tuple[float, float | None]]] = {
         name: [] for name in sorted({explorer for explorer, _ in times}, key=_lane)
     }
-    for line in metrics:
-        step, at = finite(line.get("step")), finite(line.get("time"))
-        if step is None or at is None:
+    for step, at, took, attempt in zip(*(column(metrics, key) for key in _STEP_TIMES), strict=True):
+        number, ended = finite(step), finite(at)
+        if number is None or ended is None:
             continue
-        began = at - (finite(line.get("timing/step")) or 0.0)
+        began = ended - (finite(took) or 0.0)
         for name, points in found.items():
-            key = name, line.get("attempt")
+            key = name, attempt
             count = bisect_right(times[key], began) if key in times else 0
-            points.append((step, float(versions[key][count - 1]) if count else None))
+            points.append((number, versions[key][count - 1] if count else None))
     return found
+
+
+_STEP_TIMES = ("step", "time", "timing/step", "attempt")
 
 
 def _step(line: Record) -> Iterator[TimelineSpan]:

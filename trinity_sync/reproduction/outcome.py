@@ -14,7 +14,7 @@ import xxhash
 
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.tracking import json_lines
-from trinity_sync.tracking.events import read_events
+from trinity_sync.tracking.events import stream_events
 from trinity_sync.tracking.json_lines import plain, write_json
 from trinity_sync.tracking.run_record import RunJson, check_shape
 from trinity_sync.tracking.summary import version_digests
@@ -117,14 +117,15 @@ def compare(old: Outcome, new: Outcome) -> Comparison:
 def read_outcome(folder: Path, record: RunJson) -> Outcome:
     """Read the outcome of a run's folder, and its last version from its record."""
     try:
-        metrics, events = json_lines.read(folder / "metrics.jsonl"), read_events(folder / "events.jsonl")
+        metrics = json_lines.Packed(json_lines.stream(folder / "metrics.jsonl"))
+        events = json_lines.Packed(stream_events(folder / "events.jsonl"))
     except RunError as error:
         raise ConfigError(str(error)) from error
     digests = {int(step): digest for step, digest in version_digests(events).items()}
     last = record.get("last_version")
     if last is not None:  # for missing logs, or logs that were cut since
         digests.setdefault(last["step"], last["digest"])
-    lines = [(json_lines.metrics_step(line), line) for line in metrics]
+    lines = ((json_lines.metrics_step(line), line) for line in metrics)
     return Outcome(digests=digests, metrics={step: computed(line) for step, line in lines if step is not None})
 
 

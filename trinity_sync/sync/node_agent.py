@@ -196,11 +196,13 @@ class NodeAgent:
         try:
             parts, rows = await self._run(self._digest, slot, staged)
             took = time.perf_counter() - started
-            await self._synchronizer.staged(version, parts).reference
+            # At once: the synchronizer takes the parts and the digest in any order.
+            reported = self._synchronizer.staged(version, parts).reference
             if self._lead is None:
                 await self.contribute(version, self._node, rows)
             else:
                 await self._lead.contribute(version, self._node, rows).reference
+            await reported
             size = units.size(sum(info.nbytes for info in parts.values()))
             story.info("took version %s into slot %d: %s, digested in %s", version, slot, size, units.seconds(took))
         except Exception as error:

@@ -6,13 +6,13 @@ the report read them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 from trinity_sync.tracking import json_lines, units
-from trinity_sync.tracking.json_lines import Record
+from trinity_sync.tracking.json_lines import Packed, Record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,6 +206,8 @@ class OtherEvent(Event):
     event: str
 
 
+E = TypeVar("E", bound=Event)
+
 EVENTS: Mapping[str, type[Event]] = {
     "phase": PhaseEvent,
     "rows": RowsEvent,
@@ -268,7 +270,17 @@ def parse_event(line: Record) -> Event:
 
 def read_events(path: Path) -> list[Event]:
     """Read the events of a log, oldest first."""
-    return [parse_event(line) for line in json_lines.read(path)]
+    return list(stream_events(path))
+
+
+def stream_events(path: Path) -> Iterator[Event]:
+    """Yield the events that `read_events` returns, in little memory."""
+    return map(parse_event, json_lines.stream(path))
+
+
+def events_of(kind: type[E], events: Iterable[Event]) -> Sequence[E]:
+    """Return the events of one kind, in their order; of `Packed` events without a look at the others."""
+    return events.of(kind) if isinstance(events, Packed) else [one for one in events if isinstance(one, kind)]
 
 
 def merged_lines(events: Iterable[Record], metrics: Iterable[Record]) -> Iterator[LogLine]:

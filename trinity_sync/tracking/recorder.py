@@ -24,17 +24,19 @@ from trinity_sync.host.masking import without_hidden
 from trinity_sync.host.origin import error_text, origin
 from trinity_sync.tracking import json_lines, run_end
 from trinity_sync.tracking.events import (
+    CommitEvent,
     Event,
     FaultEvent,
     PhaseEvent,
+    PublishEvent,
     SaveEvent,
     event_line,
     event_line_step,
     event_name,
     merged_lines,
-    read_events,
+    stream_events,
 )
-from trinity_sync.tracking.json_lines import plain
+from trinity_sync.tracking.json_lines import Packed, plain
 from trinity_sync.tracking.live import LiveView, Mode
 from trinity_sync.tracking.run_record import RunFolder, RunRecord, Status, VersionJson
 from trinity_sync.tracking.run_state import RunState
@@ -139,7 +141,7 @@ class Recorder:
             story.info("%s", run_end.beginning_text(record.to_json(), name, subtitle))
             state = RunState(total_steps, title=name, subtitle=subtitle)
             if resumed_from is not None:
-                for line in merged_lines(json_lines.read(folder.events), json_lines.read(folder.metrics)):
+                for line in merged_lines(json_lines.stream(folder.events), json_lines.stream(folder.metrics)):
                     state.take(line, record.started or 0.0)
             state.begin(record.attempt, clock())
             shown = LiveView(view, state, console, clock=clock)
@@ -232,10 +234,7 @@ class Recorder:
 
         def conclude() -> None:
             nonlocal summary
-            metrics, events = json_lines.read(self.folder.metrics), read_events(self.folder.events)
-            wall = wall_seconds(self._record.to_json(), metrics, events)
-            peaks = {**(peak_memory or {}), "driver": peak_rss()}
-            summary = summarise(metrics, events, status, wall, peaks, self._checkpoints)
+            summary = self._summarise(status, {**(peak_memory or {}), "driver": peak_rss()})
             write_summary(self.folder.summary, summary)
 
         attempt(self._metrics.close)
@@ -257,6 +256,12 @@ class Recorder:
             self._print(run_end.render_summary(summary, folder, total_steps=total, error=error, resume=self._resume))
         if refused:
             raise refused[0]
+
+    def _summarise(self, status: Status, peaks: Mapping[str, int]) -> Summary:
+        metrics = Packed(json_lines.stream(self.folder.metrics))
+        events = Packed(stream_events(self.folder.events))
+        wall = wall_seconds(self._record.to_json(), metrics, events)
+        return summarise(metrics, events, status, wall, peaks, self._checkpoints)
 
     def __enter__(self) -> Recorder:
         return self
@@ -319,7 +324,10 @@ class Recorder:
 
     def _last_version(self) -> VersionJson | None:
         try:
-            digests = version_digests(read_events(self.folder.events))
+            kinds = (PublishEvent, CommitEvent)
+            digests = version_digests(
+                Packed(one for one in stream_events(self.folder.events) if isinstance(one, kinds))
+            )
         except RunError:
             return None  # the summary reports events that cannot be read
         return [VersionJson(step=int(step), digest=digest) for step, digest in digests.items()][-1] if digests else None

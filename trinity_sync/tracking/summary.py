@@ -10,7 +10,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import TypedDict
 
@@ -25,6 +25,8 @@ from trinity_sync.tracking.events import (
     RowsEvent,
     SkipEvent,
     event_line,
+    event_step,
+    events_of,
     read_events,
 )
 from trinity_sync.tracking.json_lines import Record, write_json
@@ -184,7 +186,7 @@ def summarise(
         "skipped_updates": int(sum(_recorded(metrics, SKIPPED))),
         "failed_rewards": int(sum(sum(_recorded(metrics, name)) for name in _FAILED)),
         "peak_memory": dict(sorted((peak_memory or {}).items())),
-        "faults": sum(isinstance(event, FaultEvent) for event in events),
+        "faults": len(events_of(FaultEvent, events)),
         "shapes": _shapes(metrics, events, sync),
         "validation": validation_figures(metrics),
         "deltas": delta_figures(events),
@@ -203,37 +205,31 @@ def headline(summary: Summary) -> tuple[str, float | None, float | None]:
     return "reward", summary["reward_first"], summary["reward_last"]
 
 
-def version_digests(events: Iterable[Event]) -> dict[str, str]:
+def version_digests(events: Sequence[Event]) -> dict[str, str]:
     """Return digests by step: those published, and those committed for versions that were not published."""
-    published: dict[int, str] = {}
-    committed: dict[int, str] = {}
-    for event in events:
-        match event:
-            case PublishEvent(version=step, digest=str(digest)) if digest:
-                published[step] = digest
-            case CommitEvent(step=step, digest=str(digest)) if digest:
-                committed[step] = digest
+    published = {event.version: event.digest for event in events_of(PublishEvent, events) if event.digest}
+    committed = {event.step: event.digest for event in events_of(CommitEvent, events) if event.digest}
     return {str(step): digest for step, digest in sorted({**committed, **published}.items())}
 
 
-def mismatches(events: Iterable[Event]) -> list[PublishEvent | LoadEvent | CommitEvent]:
+def mismatches(events: Sequence[Event]) -> list[PublishEvent | LoadEvent | CommitEvent]:
     """List the publishes, loads and commits whose digest differs from the published one.
 
     A resume may publish a step again with another size (`sync.what`): each size has a digest of its own.
     """
-    events = list(events)
-    digests = {step: {digest} for step, digest in version_digests(events).items()}
-    last = {(event.version, event.bytes_full): event for event in events if isinstance(event, PublishEvent)}
-    for publish in last.values():
-        if publish.digest is not None:
-            digests.setdefault(str(publish.version), set()).add(publish.digest)
-    return [
+    digests = version_digests(events)
+    found = [
         event
         for event in events
         if isinstance(event, PublishEvent | LoadEvent | CommitEvent)
         and event.digest
-        and event.digest not in digests.get(str(event.step if isinstance(event, CommitEvent) else event.version), ())
+        and event.digest != digests.get(str(event_step(event)))
     ]
+    steps = {event_step(event) for event in found}
+    publishes = (event for event in events_of(PublishEvent, events) if event.version in steps)
+    sizes = {(event.version, event.bytes_full): event.digest for event in publishes}
+    others = {(version, digest) for (version, _), digest in sizes.items()}
+    return [event for event in found if (event_step(event), event.digest) not in others]
 
 
 def spread(values: Iterable[object]) -> Spread:
@@ -252,7 +248,7 @@ def quantile(ordered: Sequence[float], share: float) -> float | None:
     return ordered[low] + (ordered[high] - ordered[low]) * (place - low)
 
 
-def kept_checkpoints(events: Iterable[Event], checkpoints: Path | None = None) -> list[CommitEvent]:
+def kept_checkpoints(events: Sequence[Event], checkpoints: Path | None = None) -> list[CommitEvent]:
     """List the commits that were not pruned later, by step; a step committed again counts once."""
     kept = _kept(events, checkpoints)
     return [kept[step] for step in sorted(kept)]
@@ -289,9 +285,9 @@ def spans(record: RunJson, metrics: Iterable[Record], events: Iterable[Event]) -
 
     A killed attempt ends with its last line.
     """
-    times = [(units.finite(line.get("time")), line.get("attempt")) for line in metrics]
+    times = ((units.finite(line.get("time")), line.get("attempt")) for line in metrics)
     written: dict[object, float] = {}
-    for at, attempt in [*times, *((event.time, event.attempt) for event in events)]:
+    for at, attempt in chain(times, ((event.time, event.attempt) for event in events)):
         if at is not None and isinstance(attempt, int | None):
             written[attempt] = max(at, written.get(attempt, at))
     found = {}
@@ -305,13 +301,12 @@ def spans(record: RunJson, metrics: Iterable[Record], events: Iterable[Event]) -
 
 
 def training_spans(
-    record: RunJson, metrics: Iterable[Record], events: Iterable[Event]
+    record: RunJson, metrics: Sequence[Record], events: Iterable[Event]
 ) -> dict[int | None, tuple[float, float]]:
     """Return the spans from the first step of each attempt on; attempts without a step are left out.
 
     Starts are not comparable: only the first job of a sweep starts Ray.
     """
-    metrics = list(metrics)
     first: dict[object, float] = {}
     for line in metrics:
         at = units.finite(line.get("time"))
@@ -330,7 +325,7 @@ def write_summary(path: Path, summary: Mapping[str, object]) -> None:
 
 
 def _rows(events: Sequence[Event]) -> RowFigures | None:
-    found = [event for event in events if isinstance(event, RowsEvent)]
+    found = events_of(RowsEvent, events)
     if not found:
         return None
     last = found[-1]
@@ -338,8 +333,7 @@ def _rows(events: Sequence[Event]) -> RowFigures | None:
 
 
 def _sync(events: Sequence[Event]) -> SyncFigures:
-    publishes = [event for event in events if isinstance(event, PublishEvent)]
-    loads = [event for event in events if isinstance(event, LoadEvent)]
+    publishes, loads = events_of(PublishEvent, events), events_of(LoadEvent, events)
     versions = {event.version for event in publishes}
     encodings = Counter(event.encoding for event in publishes)
     return {
@@ -350,7 +344,7 @@ def _sync(events: Sequence[Event]) -> SyncFigures:
         "loads": len(loads),
         "explorers": sorted({event.explorer for event in loads}),
         "mismatched": len(mismatches(events)),
-        "skipped": sum(isinstance(event, SkipEvent) for event in events),
+        "skipped": len(events_of(SkipEvent, events)),
         "publish": {
             "blocked_s": spread(event.blocked_s for event in publishes),
             "total_s": spread(event.total_s for event in publishes),
@@ -366,11 +360,11 @@ def _sync(events: Sequence[Event]) -> SyncFigures:
 
 def checkpoint_figures(events: Sequence[Event], checkpoints: Path | None) -> CheckpointFigures:
     """Compute the checkpoint figures; arguments as in `kept_checkpoints`."""
-    commits = [event for event in events if isinstance(event, CommitEvent)]
+    commits = events_of(CommitEvent, events)
     kept = _kept(events, checkpoints)
     return {
         "commits": len(commits),
-        "pruned": sum(isinstance(event, PruneEvent) for event in events),
+        "pruned": len(events_of(PruneEvent, events)),
         "kept": sorted(kept),
         "latest": max((step for step, event in kept.items() if event.kind == "full"), default=None),
         "blocked_s": spread(event.blocked_s for event in commits),
@@ -425,7 +419,7 @@ def _measured(values: Iterable[object]) -> list[float]:
 
 
 def _recorded(metrics: Iterable[Record], name: str) -> list[float]:
-    return _measured(line.get(name) for line in metrics)
+    return _measured(json_lines.column(metrics, name))
 
 
 def _mean(values: Sequence[float]) -> float | None:
@@ -496,7 +490,7 @@ def validation_figures(metrics: Sequence[Record]) -> ValidationFigures | None:
 
 def was_validated(metrics: Path, step: int) -> bool:
     """Return whether metrics.jsonl has a validation of a step's version."""
-    lines = (line for line in json_lines.read(metrics) if json_lines.metrics_step(line) == step)
+    lines = (line for line in json_lines.stream(metrics) if json_lines.metrics_step(line) == step)
     return any(name.startswith("val/") for line in lines for name in line)
 
 
@@ -505,9 +499,9 @@ def is_late(line: Record) -> bool:
     return "timing/step" not in line and any(name.startswith("val/") for name in line)
 
 
-def put_to_steps(metrics: Sequence[Record]) -> list[Record]:
+def put_to_steps(metrics: Iterable[Record]) -> json_lines.Packed[Record]:
     """Move the values of late validations into the lines of their steps; lines oldest first."""
-    found: list[Record] = []
+    found: json_lines.Packed[Record] = json_lines.Packed()
     places: dict[int | None, int] = {}
     for line in metrics:
         step = json_lines.metrics_step(line)
@@ -537,26 +531,30 @@ class DeltaFigures(TypedDict):
 
 def delta_figures(events: Sequence[Event]) -> DeltaFigures | None:
     """Compute the figures of deltas; None without deltas. Loads that began with a full version do not count."""
-    made = {event.version: event for event in events if isinstance(event, PublishEvent) and event.changed is not None}
+    publishes = events_of(PublishEvent, events)
+    made = {event.version: place for place, event in enumerate(publishes) if event.changed is not None}
     if not made:
         return None
-    sizes = {version: event.bytes_full or 0.0 for version, event in made.items()}
-    applied = [event for event in events if isinstance(event, LoadEvent) and event.apply_s is not None]
-    loads = [event for event in applied if (event.bytes or 0.0) < sizes.get(event.version, 0.0)]
-    full, moved = spread(sizes.values())["median"], spread(event.bytes for event in loads)["median"]
-    encode = spread(event.encode_s for event in made.values())["median"]
-    apply = spread(event.apply_s for event in loads)["median"]
+    sizes = {version: publishes[place].bytes_full or 0.0 for version, place in made.items()}
+    loads = [
+        (event.bytes, event.apply_s)
+        for event in events_of(LoadEvent, events)
+        if event.apply_s is not None and (event.bytes or 0.0) < sizes.get(event.version, 0.0)
+    ]
+    full, moved = spread(sizes.values())["median"], spread(moved for moved, _ in loads)["median"]
+    encode = spread(publishes[place].encode_s for place in made.values())["median"]
+    apply = spread(apply for _, apply in loads)["median"]
     pays = None
     if full is not None and moved is not None and encode is not None and apply:
         pays = (full - moved) / (encode + apply)
     by_layer: dict[str, dict[str, float]] = {}
-    known = [made[version] for version in sorted(made) if made[version].changed_ppm]
+    known = [made[version] for version in sorted(made) if publishes[made[version]].changed_ppm]
     for begin, end in pairwise(len(known) * third // 3 for third in range(4)):
         if begin < end:
             total = Counter[str]()
-            for event in known[begin:end]:
-                total.update(event.changed_ppm or {})
-            versions = "-".join(dict.fromkeys(str(known[at].version) for at in (begin, end - 1)))
+            for place in known[begin:end]:
+                total.update(publishes[place].changed_ppm or {})
+            versions = "-".join(dict.fromkeys(str(publishes[known[at]].version) for at in (begin, end - 1)))
             by_layer[versions] = {layer: round(ppm / (end - begin)) / 1e6 for layer, ppm in total.items()}
     return {
         "bytes": moved,

@@ -223,8 +223,17 @@ def canonical_digest(value: object) -> str:
     return xxhash.xxh3_128(text.encode()).hexdigest()
 
 
-def read_manifest(folder: Path) -> Manifest:
+KnownManifests: TypeAlias = dict[Path, tuple[str, Manifest]]
+"""Manifests that this process has parsed, by folder, with the digest of their files' bytes."""
+
+
+def read_manifest(folder: Path, known: KnownManifests | None = None) -> Manifest:
     """Read the manifest of a checkpoint folder.
+
+    Args:
+        known: of earlier calls of a process that looks again and again. Each call reads the file, and only bytes that
+            are the same as before are not parsed again: so a checkpoint that another process or a person has added,
+            changed or deleted is seen as without it, on any file system and whatever its clock. Errors are not kept.
 
     Raises:
         NoManifestError: the folder has none.
@@ -234,7 +243,12 @@ def read_manifest(folder: Path) -> Manifest:
     """
     path = folder / MANIFEST
     try:
-        text = path.read_text(encoding="utf-8")
+        with open(path, "rb", buffering=0) as file:
+            content = file.read()
+        digest = xxhash.xxh3_128_hexdigest(content)
+        if known is not None and folder in known and known[folder][0] == digest:
+            return known[folder][1]
+        text = content.decode()
     except FileNotFoundError:
         _look_into(folder)
         raise NoManifestError(f"{folder} has no {MANIFEST}, so it is not a committed checkpoint") from None
@@ -242,7 +256,10 @@ def read_manifest(folder: Path) -> Manifest:
         raise read_error(path, error) from None
     except ValueError as error:
         raise ManifestError(f"{path} cannot be read: {error}") from None
-    return parse_manifest(text, path, step_of(folder.name))
+    manifest = parse_manifest(text, path, step_of(folder.name))
+    if known is not None:
+        known[folder] = digest, manifest
+    return manifest
 
 
 def _look_into(folder: Path) -> None:

@@ -15,7 +15,7 @@ import shutil
 import time
 from collections.abc import Collection, Iterable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -253,14 +253,19 @@ def prune_plan(
     now: float,
     keep_state_dicts: int = 2,
     saving: Iterable[int] = (),
+    known: contents.KnownManifests | None = None,
 ) -> list[PruneRow]:
     """Decide which checkpoints of a folder stay: one row per checkpoint, oldest first. Deletes nothing. Raises
     UnreadableError. Times are Unix seconds.
+
+    `known`: as for `read_manifest`, which reads every manifest nevertheless. Names of folders, trackers, pins and
+    leases are read anew as well, so no plan depends on an earlier state of the folder. `trash_checkpoint` looks again
+    at each checkpoint that is to be deleted, without `known`.
     """
     # Twice: before the folders for the steps that verl has finished, and after them for those that must stay.
     before = _trackers(root)
     full = before[FULL]
-    found = scan(root, full)
+    found = scan(root, full, known)
     trackers = [*before.values(), *_trackers(root).values()]
     if full.problem is not None and any(info.state == "verl" for info in found):
         raise UnreadableError(f"{full.problem}, so it is not known which of verl's checkpoints are finished")
@@ -271,10 +276,7 @@ def prune_plan(
     # After a commit its tracker follows in a moment, or later if the disk refuses.
     named = {tracker.step for tracker in trackers}
     facts = [
-        replace(
-            facts_of(one, pins, leased=(step, one.attempt) in leased, saving=step in busy, named=step in named),
-            bytes=frees[step],
-        )
+        facts_of(one, pins, frees[step], leased=(step, one.attempt) in leased, saving=step in busy, named=step in named)
         for step, (_, one) in infos.items()
     ]
     history = catalog.history_bytes(root) if any(policy.budget is not None for policy in policies) else 0
@@ -284,13 +286,17 @@ def prune_plan(
     ]
 
 
-def facts_of(manifest: Manifest, pins: Collection[tuple[int, int]], **states: bool) -> CheckpointFacts:
-    """Return a checkpoint as the policies see it; `states`: leased, being saved, or named by a tracker."""
+def facts_of(
+    manifest: Manifest, pins: Collection[tuple[int, int]], nbytes: int | None = None, **states: bool
+) -> CheckpointFacts:
+    """Return a checkpoint as the policies see it; `nbytes`: what its deletion frees, None: all of it; `states`: leased,
+    being saved, or named by a tracker.
+    """
     return CheckpointFacts(
         step=manifest.step,
         kind=manifest.kind,
         created=manifest.created,
-        bytes=manifest.bytes,
+        bytes=manifest.bytes if nbytes is None else nbytes,
         metrics=manifest.metrics,
         pinned=(manifest.step, manifest.attempt) in pins,
         **states,
