@@ -488,3 +488,11 @@ def test_a_late_request_for_an_older_version_ends_no_newer_one(make_owner: MakeO
     with pytest.raises(GoneError, match="its slot is for version 8 now"):
         parts.bring(owner.wanted())
     assert parts.bring(owner.wanted(Version(0, 8))) is newer
+
+
+def test_a_part_whose_slots_are_reserved_waits_for_no_allocation(make_owner: MakeOwner, make_parts: MakeParts) -> None:
+    owner = make_owner(random_bytes(5 * PIECE))
+    parts = make_parts(Copying(owner.data))
+    parts.reserve(PART, len(owner.data))
+    parts.may_make.clear()
+    assert Path(parts.bring(owner.wanted()).result(LIMIT)).read_bytes()[: 5 * PIECE] == owner.data

@@ -85,6 +85,7 @@ class AgentConfig:
     transport: str = "auto"  # of parts from other nodes (`sync.transport`): ``tcp``, ``ray``, else both
     secret: bytes | None = field(default=None, repr=False)  # of the run's agents; None: ``ray``
     timeout_s: float = 60.0  # for a part from another node; a `WaitLimit` grows with its bytes
+    brings: Mapping[str, int] = field(default_factory=dict)  # parts that its explorers read, of all nodes -> bytes
 
 
 class NodeAgent:
@@ -280,6 +281,12 @@ class NodeAgent:
         return self._layouts[part]
 
     # -- parts between nodes
+
+    async def reserve(self) -> None:
+        """Make the slots for parts of other nodes, before a load with its shorter limits needs them."""
+        for part, nbytes in self._config.brings.items():
+            if part not in self._layouts:
+                await self._wait(self._brought.reserve, part, nbytes)
 
     async def bring(self, wanted: WantedPart) -> BroughtPart:
         """Bring a part of a leased version here from another node, once for all explorers of this one."""
