@@ -110,3 +110,8 @@ def take_back(error: BaseException, undo: Callable[[], object]) -> None:
         undo()
     except Exception as second:
         error.add_note(f"it could not be undone either: {second}")
+
+
+def in_one_line(error: BaseException) -> str:
+    """Return an error's text without line breaks; the name of its type if it has no text."""
+    return " ".join(str(error).split()) or type(error).__name__

@@ -19,7 +19,7 @@ import pytest
 
 from tests.report.test_trace import check
 from trinity_sync.checkpoint.export import export_checkpoint
-from trinity_sync.report import timeline, trace
+from trinity_sync.report import timeline
 from trinity_sync.report.run_data import load_run
 from trinity_sync.tracking import json_lines
 
@@ -116,7 +116,7 @@ class Run:
         assert {span.what for span in lanes["node agents"]} == {"digest", "publish"}
         assert all(len(span.parts) == 2 for span in lanes["checkpoints"])
         assert all(self.digests.get(event["version"]) for event in self.events("generate"))
-        check(json.loads("".join(trace.document(run)))["traceEvents"])
+        check(json.loads("".join(timeline.trace_document(run)))["traceEvents"])
 
     def assert_begins_with(self, step: int) -> None:
         """The newest attempt publishes the weights of the checkpoint of a step first, bit for bit."""

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import ray
@@ -19,7 +19,7 @@ import ray
 from tests import local_ray
 from tests.explorer.stand_in import NEWEST, StandIn
 from trinity_sync.actors.agent_client import AgentClient
-from trinity_sync.actors.calls import MemberDied, results
+from trinity_sync.actors.calls import Call, MemberDied, results
 from trinity_sync.actors.explorer_client import ExplorerClient, Generated
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.explorer import pool as pool_module
@@ -65,6 +65,16 @@ def synchronizer(cluster: None) -> Synchronizer:
     )
 
 
+class PretendAgent(AgentClient):
+    """An agent that notes that it makes its slots."""
+
+    reserved: ClassVar[list[str]] = []
+
+    def reserve(self) -> Call[None]:  # type: ignore[override]
+        self.reserved.append(self.node)
+        return Call(ray.put(None), self.who, "make slots")
+
+
 class Pools:
     """Makes pools of stand-ins, attached, and tells their explorers to die."""
 
@@ -97,7 +107,7 @@ class Pools:
 
         def start_agent(node: str) -> AgentClient:
             nodes.append(node)
-            return AgentClient("agent", node)
+            return PretendAgent("agent", node)
 
         spec = ExplorerSpec(member=RoundMember.new(""), sync_timeout_s=LIMIT, log_dir=str(self._folder), **fixed)
         pool = ExplorerPool(
@@ -169,6 +179,10 @@ def test_explorers_have_the_base_that_the_trainer_has(all_pools: Pools) -> None:
 
 def test_a_node_that_has_explorers_only_gets_one_agent(pool: ExplorerPool, all_pools: Pools) -> None:
     assert all_pools.agents_of[pool] == ["node"]
+
+
+def test_an_explorers_node_has_its_slots_before_the_first_load(pool: ExplorerPool) -> None:
+    assert "node" in PretendAgent.reserved
 
 
 def test_all_prompts_are_answered_once_by_the_version_that_was_loaded_and_in_order(pool: ExplorerPool) -> None:

@@ -11,14 +11,16 @@ import pytest
 
 import trinity_sync.sync
 import trinity_sync.trainer.worker_spec
-from trinity_sync.actors.calls import Call
+from trinity_sync.actors.calls import Call, MemberDied
 from trinity_sync.actors.rank_client import Digested, RankInfo, Untrained
 from trinity_sync.checkpoint.folder.lock import locked, writer_of
 from trinity_sync.config import compose, typed
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.launch import actors as module
-from trinity_sync.launch.actors import Actors, Setup
+from trinity_sync.launch.actors import Actors, Setup, agent_config, close_agents
 from trinity_sync.launch.start import Start
+from trinity_sync.weights.layout import PartLayout
+from trinity_sync.weights.shards import whole
 from trinity_sync.weights.wire import WireFormat
 
 
@@ -27,6 +29,9 @@ class Answer(Call[Any]):
 
     def __init__(self, answer: Any) -> None:
         self._answer = answer
+
+    def has_ended(self, timeout_s: float = 0.0) -> bool:
+        return True
 
     def result(self, timeout_s: float) -> Any:
         if isinstance(self._answer, Exception):
@@ -117,3 +122,30 @@ def test_manifests_name_the_models_folder_wherever_they_are_read(
     assert actors.base.path == expected
     assert actors.left_out is not None
     assert actors.left_out["path"] == "/m", "as the rank says that has read them"
+
+
+class Closing(Answer):
+    """A call that notes whether its answer was waited for."""
+
+    waited = False
+
+    def has_ended(self, timeout_s: float = 0.0) -> bool:
+        self.waited = True
+        return True
+
+
+def test_a_dead_node_agent_does_not_keep_the_others_from_giving_back_their_memory() -> None:
+    calls = [Closing(MemberDied("the agent of node a", "give its memory back")), Closing(None)]
+    agents: Any = {name: SimpleNamespace(close=lambda call=call: call) for name, call in zip("ab", calls, strict=True)}
+    close_agents(agents)
+    assert [call.waited for call in calls] == [True, True]
+
+
+@pytest.mark.parametrize(("mode", "brought"), [("memory", {"rank-00000": 64}), ("checkpoint", {})])
+def test_agents_know_what_explorers_read_through_them(mode: str, brought: dict[str, int], tmp_path: Path) -> None:
+    cfg = typed(compose(["algorithm=sft", "task=pairs", "task.path=none", "model.path=org/name", f"sync={mode}"]))
+    layout = PartLayout.build("rank-00000", [whole("weight", "U8", (64,))], 64)
+    infos = [
+        RankInfo(rank=rank, part="rank-00000", layout=layout if not rank else None, node="a", pid=1) for rank in (0, 1)
+    ]
+    assert agent_config(cfg, infos, "run", tmp_path, "logs").brings == brought

@@ -13,13 +13,13 @@ from tests.report.test_activity import AT, event, step
 from tests.tracking import synthetic
 from tests.tracking.synthetic import START, Clock
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.report import run_data, trace, write_trace
+from trinity_sync.report import run_data, timeline, write_trace
 from trinity_sync.report.run_data import Run
 from trinity_sync.tracking.events import GenerateEvent, event_line, parse_event
 
 
 def read(run: Run) -> list[dict[str, Any]]:
-    return check(json.loads("".join(trace.document(run)))["traceEvents"])
+    return check(json.loads("".join(timeline.trace_document(run)))["traceEvents"])
 
 
 def check(events: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -168,7 +168,7 @@ def test_a_hundred_thousand_events_take_seconds() -> None:
         for n in range(5)
     ]
     began = time.process_time()
-    length = sum(map(len, trace.document(Run(path=Path("x"), metrics=metrics, events=events))))
+    length = sum(map(len, timeline.trace_document(Run(path=Path("x"), metrics=metrics, events=events))))
     assert time.process_time() - began < 15
     assert length > 10_000_000
 
@@ -190,7 +190,7 @@ def test_where_no_file_can_be_nothing_is_left(finished: Run, tmp_path: Path, mon
         yield "{"
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(trace, "document", broken)
+    monkeypatch.setattr(timeline, "trace_document", broken)
     with pytest.raises(RunError, match="No space left on device"):
         write_trace(finished, tmp_path / "trace.json")
     assert list(tmp_path.iterdir()) == []

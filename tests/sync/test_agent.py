@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -22,6 +27,7 @@ from trinity_sync.protocol.versions import Version
 from trinity_sync.sync import Synchronizer
 from trinity_sync.sync.base import LayoutCache
 from trinity_sync.sync.memory import MemoryTransport
+from trinity_sync.sync.node_agent import NodeAgent
 from trinity_sync.sync.pieces import WantedPart
 from trinity_sync.weights.digests import bucket_digests
 from trinity_sync.weights.shard_file import open_shard_file
@@ -134,6 +140,14 @@ def test_the_agent_of_an_explorers_node_brings_the_parts_of_other_nodes_once(two
         assert brought[0] == brought[1]
         assert brought[0].path != info.path
         assert Path(brought[0].path).read_bytes() == bytes(two_nodes.segment(sealed.slot, info.part))
+
+
+def test_an_agent_makes_slots_for_parts_of_other_nodes_and_not_for_its_own_twice() -> None:
+    agent: Any = NodeAgent.__new__(NodeAgent)
+    agent._config, agent._layouts = SimpleNamespace(brings={"a": 1, "b": 2, "c": 3}), {"b": None}
+    agent._brought, agent._waits = Mock(), ThreadPoolExecutor(1)
+    asyncio.run(agent.reserve())
+    assert [call.args for call in agent._brought.reserve.call_args_list] == [("a", 1), ("c", 3)]
 
 
 def test_parts_come_as_rays_objects_where_the_owner_takes_no_connections_and_the_report_says_why(

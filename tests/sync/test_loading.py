@@ -480,3 +480,30 @@ def test_all_explorers_load_side_by_side_and_are_reported_in_order(trainer: Pret
     delivery = MemoryPublisher(side_of(trainer)).deliver(explorers, Version(0, 5))
     assert delivery.reports == [("explorer-1", Version(0, 5)), ("explorer-0", Version(0, 5))]
     assert delivery.lost == {}
+
+
+def test_what_a_failed_load_overcame_is_told_by_the_report_of_the_next_one() -> None:
+    version = Version(0, 3)
+    lease = SimpleNamespace(id=1, version=version, digest=None)
+    answer: Any = lambda value: SimpleNamespace(result=lambda timeout_s: value)  # noqa: E731
+    synchronizer: Any = SimpleNamespace(
+        timeout_s=LIMIT, lease=lambda *_: answer(lease), release=lambda *_: answer(True)
+    )
+
+    class Target:
+        tries = 0
+
+        def check(self, lease: Any) -> None: ...
+
+        def take(self, *_: Any) -> LoadResult:
+            self.tries += 1
+            if self.tries == 1:
+                loader.note_fault("node 2 was slow")
+                raise RunError("nothing came")
+            return LoadResult(1, None)
+
+    target: Any = Target()
+    loader = WeightLoader(RoundMember.new("explorer-0"), target, synchronizer)
+    with pytest.raises(RunError, match="nothing came"):
+        loader.load(None)
+    assert [loader.load(None).fault for _ in range(2)] == ["node 2 was slow", None]

@@ -15,7 +15,7 @@ import pytest
 
 from trinity_sync.actors.agent_client import AgentClient
 from trinity_sync.errors import RunError
-from trinity_sync.host.channel import Connection, Listener
+from trinity_sync.host.channel import Connection, Listener, open_connection
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync.pieces import (
     BroughtParts,
@@ -95,7 +95,9 @@ class Node:
     def bring(self, owner: Owner) -> list[str]:
         self.memory = bytearray(len(owner.data))
         self.held = PartPieces(VERSION, memoryview(self.memory), whole=False, piece_bytes=PIECE)
-        return list(self.transport.bring(owner.wanted(), self.held))
+        told: list[str] = []
+        self.transport.bring(owner.wanted(), self.held, told.append)
+        return told
 
     def begin(self, owner: Owner) -> Begun:
         """Bring it in a thread, which has asked for its source on return."""
@@ -291,6 +293,37 @@ def test_a_node_that_waits_for_its_own_source_is_not_taken_for_a_stalled_one(
     assert [one.result() for one in begun] == [[], []]
 
 
+def test_a_node_that_cannot_be_reached_is_tried_for_one_version_only(
+    make_owner: MakeOwner, make_node: MakeNode
+) -> None:
+    node, silent = make_node("node"), Listener((HERE, 0), SECRET, say())
+    silent.close()
+    errors = []
+    for seed in (1, 2):
+        owner = make_owner(random_bytes(2 * PIECE, seed))
+        owner.chain.source(PieceSource(HERE, int(silent.address[1]), "n1"), [])
+        errors.append(node.bring(owner))
+        assert bytes(node.memory) == owner.data
+    assert [len(one) for one in errors] == [1, 0]
+
+
+def test_an_owner_that_accepts_no_connection_once_is_asked_again(
+    make_owner: MakeOwner, make_node: MakeNode, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, node, tries = make_owner(random_bytes(2 * PIECE)), make_node("node"), []
+
+    def connect(*given: Any) -> Connection:
+        tries.append(given)
+        if len(tries) == 1:
+            raise ConnectionResetError("reset")
+        return open_connection(*given)
+
+    monkeypatch.setattr("trinity_sync.sync.pieces.open_connection", connect)
+    [error] = node.bring(owner)
+    assert "accepts no connection (reset)" in error
+    assert bytes(node.memory) == owner.data
+
+
 def test_a_stranger_is_refused_and_delays_nobody(make_owner: MakeOwner, make_node: MakeNode) -> None:
     owner, stranger, node = make_owner(random_bytes(PIECE)), make_node("n1", secret=b"x" * 32), make_node("n2")
     with pytest.raises(UnreachableError, match="did not accept the secret"):
@@ -400,9 +433,8 @@ class Copying:
     def __init__(self, data: bytes) -> None:
         self._data = data
 
-    def bring(self, wanted: WantedPart, into: PartPieces) -> tuple[str, ...]:
+    def bring(self, wanted: WantedPart, into: PartPieces, tell: Callable[[str], None]) -> None:
         into.fill(memoryview(self._data))
-        return ()
 
 
 def test_where_an_owner_cannot_be_reached_the_next_transport_is_used_from_then_on(
@@ -413,7 +445,7 @@ def test_where_an_owner_cannot_be_reached_the_next_transport_is_used_from_then_o
     for step in (7, 8):
         path = parts.bring(owner.wanted(Version(0, step))).result(LIMIT)
         assert Path(path).read_bytes()[: 5 * PIECE] == owner.data
-    [error] = parts.take_errors()
+    _, error = parts.take_errors()  # the owner is asked twice
     assert "the owner at 127.0.0.1" in error
     assert "as Ray's objects" in error
     assert parts.take_errors() == []
@@ -488,3 +520,22 @@ def test_a_late_request_for_an_older_version_ends_no_newer_one(make_owner: MakeO
     with pytest.raises(GoneError, match="its slot is for version 8 now"):
         parts.bring(owner.wanted())
     assert parts.bring(owner.wanted(Version(0, 8))) is newer
+
+
+def test_a_part_whose_slots_are_reserved_waits_for_no_allocation(make_owner: MakeOwner, make_parts: MakeParts) -> None:
+    owner = make_owner(random_bytes(5 * PIECE))
+    parts = make_parts(Copying(owner.data))
+    parts.reserve(PART, len(owner.data))
+    parts.may_make.clear()
+    assert Path(parts.bring(owner.wanted()).result(LIMIT)).read_bytes()[: 5 * PIECE] == owner.data
+
+
+def test_an_error_on_the_way_is_told_though_the_part_does_not_come(
+    make_owner: MakeOwner, make_node: MakeNode, make_parts: MakeParts
+) -> None:
+    owner, parts = make_owner(random_bytes(5 * PIECE)), make_parts(make_node("node").transport)
+    owner.held.piece(2)[0] ^= owner.held.digest(2)[0] | 1
+    with pytest.raises(RunError, match="piece 2"):
+        parts.bring(owner.wanted()).result(LIMIT)
+    [error] = parts.take_errors()
+    assert error.startswith("piece 2 of")

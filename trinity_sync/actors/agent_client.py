@@ -86,6 +86,7 @@ class AgentClient(RayClient):
     tensor_digests = RemoteMethod(NodeAgent.tensor_digests, "tell the digests of version {0}")
     layout = RemoteMethod(NodeAgent.layout, "describe {0}")
     share = RemoteMethod(NodeAgent.share, "hand out {2}")
+    reserve = RemoteMethod(NodeAgent.reserve, "make slots for the parts of other nodes")
     bring = RemoteMethod(NodeAgent.bring, "bring {0}")
     source = RemoteMethod(NodeAgent.source, "name a source of {2} of version {0}")
     write = RemoteMethod(NodeAgent.write, "write slot {0} into {1}")

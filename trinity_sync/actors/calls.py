@@ -119,7 +119,6 @@ def results(
     what: str | None = None,
     *,
     on_answer: Callable[[Call[T]], object] | None = None,
-    reserve_s: float = REST_S,
 ) -> list[T]:
     """Wait for the answers of concurrent calls, and return them in the order of the calls.
 
@@ -128,14 +127,13 @@ def results(
     that have not answered.
 
     Args:
-        timeout_s: limit for all of them together, seconds.
-        reserve_s: after a signal to the driver, the seconds that are left for other work: a hung member cannot block
-            the end of the run.
+        timeout_s: limit for all of them together, seconds; less after a signal to the driver, so that a hung member
+            cannot block the end of the run.
 
     Raises:
         MemberDied: a member's process ended.
     """
-    timeout_s = left(timeout_s, reserve_s)
+    timeout_s = left(timeout_s, REST_S)
     by_reference = {call.reference: call for call in calls}
     pending = list(by_reference)
     deadline = time.monotonic() + timeout_s

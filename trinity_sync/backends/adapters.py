@@ -20,7 +20,7 @@ import torch.distributed as dist
 from trinity_sync.backends.base import EngineModel
 from trinity_sync.backends.saved_tensors import meta_model, travelling
 from trinity_sync.config.lora_settings import Adapter
-from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.errors import ConfigError, RunError, in_one_line
 from trinity_sync.models.adapter_layers import AdapterLayers, adapter_layers
 from trinity_sync.weights import lora
 from trinity_sync.weights.lora import CONFIG_FILE, PREFIX, WEIGHTS_FILE, held_adapter, saved_name, target_text
@@ -105,7 +105,7 @@ def _on_meta(model: PreTrainedModel, config: LoraConfig) -> dict[str, torch.Tens
     except ValueError as error:
         raise ConfigError(
             f"model.lora.targets={target_text(config.target_modules or ())} does not fit this model: "
-            f"{' '.join(str(error).split())}"
+            f"{in_one_line(error)}"
         ) from error
     return held_adapter(model)
 

@@ -126,7 +126,8 @@ def _inspect(options: argparse.Namespace) -> int:
     if options.json:
         return print_json({**manifest, **{name: row[name] for name in ("path", "bytes", "pinned", "leased")}})
     for name in ("path", "step", "attempt", "kind", "backend", "world_size", "digest", "config_digest"):
-        print(f"{name:14}{row['path'] if name == 'path' else _shown(manifest[name])}")
+        value = row["path"] if name == "path" else "-" if manifest[name] is None else manifest[name]
+        print(f"{name:14}{value}")
     if info.manifest.base is not None:
         base = info.manifest.base
         print(f"{'base':14}{base.digest}, {base.path}: the digest above is of a LoRA adapter on it")
@@ -392,10 +393,6 @@ def _row(info: catalog.CheckpointInfo, pins: set[tuple[int, int]], leased: set[t
         "leased": manifest is not None and key in leased,
         "problems": list(info.problems),
     }
-
-
-def _shown(value: object) -> str:
-    return "-" if value is None else str(value)
 
 
 # -- retention policies of `ckpt prune`: from the command line, or saved by the run

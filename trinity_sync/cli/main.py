@@ -230,9 +230,9 @@ def _trace(options: argparse.Namespace) -> int:
     for note in run.notes:
         print(f"note: {note}", file=sys.stderr)
     if options.output == "-":
-        from trinity_sync.report.trace import document
+        from trinity_sync.report.timeline import trace_document
 
-        sys.stdout.writelines(document(run))
+        sys.stdout.writelines(trace_document(run))
         return 0
     print(write_trace(run, None if options.output is None else Path(options.output)))
     return 0

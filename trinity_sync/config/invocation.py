@@ -23,7 +23,7 @@ from trinity_sync.config.messages import explain
 from trinity_sync.config.overrides import as_numbers, as_value, quote
 from trinity_sync.config.saved_config import Places, Trust, only_trusted, only_trusted_places
 from trinity_sync.config.user_record import NOTHING, Recorded
-from trinity_sync.errors import ConfigError
+from trinity_sync.errors import ConfigError, in_one_line
 from trinity_sync.host.hardware import own_modules_found
 from trinity_sync.host.references import Value
 
@@ -46,7 +46,7 @@ def readable(path: Path) -> Iterator[Path]:
     try:
         yield path
     except Exception as error:
-        told = " ".join(str(error).split())
+        told = in_one_line(error)
         raise ConfigError(
             f"{path} cannot be read: {told}; it was cut off or changed, name the folder of a whole run"
         ) from error

@@ -28,7 +28,7 @@ from transformers import (
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from trinity_sync.config.lora_settings import Adapter
-from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.errors import ConfigError, RunError, in_one_line
 from trinity_sync.explorer.texts import Responses, SampleRequest, TextEngine, TextSettings, unusable_model
 from trinity_sync.models.adapter_layers import adapter_layers
 from trinity_sync.models.architecture import unfilled_model
@@ -267,7 +267,7 @@ def _check_computes(model: PreTrainedModel, dtype: torch.dtype, kept: Sequence[s
     except RuntimeError as error:
         raise ConfigError(
             f"sync.keep_fp32 keeps {listed(kept)} in fp32, with which this model cannot compute in explorer.dtype="
-            f"{str(dtype).removeprefix('torch.')}: {' '.join(str(error).split())}; set explorer.dtype=fp32, or leave "
+            f"{str(dtype).removeprefix('torch.')}: {in_one_line(error)}; set explorer.dtype=fp32, or leave "
             "them out"
         ) from error
 

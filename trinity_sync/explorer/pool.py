@@ -115,7 +115,9 @@ class ExplorerPool:
     def _connect(self, starting: dict[str, Call[str]]) -> None:
         nodes = dict(zip(starting, results(list(starting.values()), self._start_timeout_s), strict=True))
         attaching = [self.clients[name].attach(self._agents_of(node)) for name, node in nodes.items()]
+        reserving = [self._agents[node].reserve() for node in {*nodes.values()} if node in self._agents]
         places = results(attaching, self._start_timeout_s)
+        results(reserving, self._start_timeout_s)
         for name, place in zip(starting, places, strict=True):
             story.info("%s is up: pid %d on node %s", name, place["pid"], place["node"])
             self._nodes[name] = place["node"]

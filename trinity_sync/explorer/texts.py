@@ -14,7 +14,7 @@ import torch
 from numpy.typing import ArrayLike, NDArray
 
 from trinity_sync.config import dtype_name
-from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.errors import ConfigError, RunError, in_one_line
 from trinity_sync.explorer.engine import RolloutEngine
 from trinity_sync.models.architecture import unfilled_model
 from trinity_sync.models.tokens import read_tokens
@@ -218,7 +218,7 @@ def _parts(of_samples: Sequence[Mapping[str, float]]) -> dict[str, np.ndarray]:
 
 def unusable_model(model_path: str, error: Exception) -> ConfigError:
     """Make the error for a model that cannot be read or built."""
-    return ConfigError(f"model.path={model_path} cannot be used to generate: {' '.join(str(error).split())}")
+    return ConfigError(f"model.path={model_path} cannot be used to generate: {in_one_line(error)}")
 
 
 # Engines that generate with vLLM, in processes of their own or in a server. vLLM is not imported here.

@@ -13,7 +13,7 @@ import numpy as np
 from transformers import AutoConfig
 
 from trinity_sync.config.model_checks import TESTED
-from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.errors import ConfigError, RunError, in_one_line
 from trinity_sync.explorer.texts import (
     Responses,
     SampleRequest,
@@ -189,7 +189,7 @@ class VLLMServerEngine(VLLMBase):
         try:
             served = AutoConfig.from_pretrained(root, trust_remote_code=self._trust_remote_code)
         except (OSError, ValueError) as error:
-            reason = " ".join(str(error).split())
+            reason = in_one_line(error)
             raise self._wrong(f"serves {root}, whose config cannot be read here: {reason}") from error
         ours, theirs = _important(self._config.to_dict()), _important(served.to_dict())
         missing = object()

@@ -206,10 +206,7 @@ class Actors:
 
     def _bring_to(self, node: str) -> AgentClient | None:
         """Start the agent of a node that has explorers only, which brings parts there; None: the mode needs none."""
-        from trinity_sync.sync.base import SyncMode
-
-        mode = load_class(f"sync.{TARGET}", str(self._cfg.sync._target_), SyncMode)  # type: ignore[type-abstract]
-        if not mode.agents_bring_parts:
+        if not self._agent_config.brings:
             return None
         named = replace(self._agent_config, log_name=f"node-agent-{len(self.agents) + len(self._bringing)}")
         # what it has can be brought again
@@ -518,8 +515,11 @@ _RAY_S = 4.0
 
 def agent_config(cfg: Config, infos: Sequence[RankInfo], run_key: str, fallback: Path, log_dir: str) -> AgentConfig:
     """Return the settings of a run's node agents."""
+    from trinity_sync.sync.base import SyncMode
     from trinity_sync.sync.node_agent import AgentConfig
 
+    mode = load_class(f"sync.{TARGET}", str(cfg.sync._target_), SyncMode)  # type: ignore[type-abstract]
+    sizes = {info.part: info.layout.nbytes for info in infos if info.layout is not None}
     return AgentConfig(
         run_key=run_key,
         slots=cfg.sync.slots,
@@ -534,6 +534,7 @@ def agent_config(cfg: Config, infos: Sequence[RankInfo], run_key: str, fallback:
         transport=cfg.sync.transport,
         secret=secrets.token_bytes(SECRET_BYTES),
         timeout_s=cfg.sync.limit_s,
+        brings=sizes if mode.agents_bring_parts else {},
     )
 
 
@@ -609,7 +610,7 @@ def start_agents(
 
 def close_agents(agents: Mapping[str, AgentClient]) -> None:
     """Make agents release their shared memory. The end of the run, or the next run's agent, removes leftovers."""
-    from trinity_sync.actors.calls import results
+    from trinity_sync.actors.calls import ended
 
     with suppress(Exception):
-        results([agent.close() for agent in agents.values()], _CLOSE_S, reserve_s=_RAY_S)
+        ended([agent.close() for agent in agents.values()], left(_CLOSE_S, _RAY_S))

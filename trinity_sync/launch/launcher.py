@@ -23,7 +23,7 @@ from trinity_sync.checkpoint.folder.owner import MARK, Owner, check, write_mark
 from trinity_sync.config import Config, RunConfig
 from trinity_sync.config.composition import section
 from trinity_sync.config.lora_settings import Adapter, adapter_of
-from trinity_sync.errors import ConfigError, RunError, TrinityError
+from trinity_sync.errors import ConfigError, RunError, TrinityError, in_one_line
 from trinity_sync.host.child_process import own_names
 from trinity_sync.host.interrupts import failing_of_it, interruptible, last_words, shielded, wait_until
 from trinity_sync.host.logs import make_room, story
@@ -396,7 +396,7 @@ def _check_adapter(cfg: Config, adapter: Adapter) -> None:
     except ConfigError:
         raise
     except Exception as error:  # the config makes no sense, or the model's own code fails
-        what, reason = "model.architecture" if path is None else f"model.path={path}", " ".join(str(error).split())
+        what, reason = "model.architecture" if path is None else f"model.path={path}", in_one_line(error)
         raise ConfigError(f"{what}: no model can be made of it: {type(error).__name__}: {reason}") from error
     layers = adapter_targets(model, adapter, cfg.backend.strategy)
     if layers.left_out:

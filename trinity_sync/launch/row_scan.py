@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 from trinity_sync.backends.option import accelerator_count
 from trinity_sync.config import Config, build_task, validation_items, validation_task
 from trinity_sync.config.composition import section
-from trinity_sync.errors import ConfigError, RunError, TrinityError
+from trinity_sync.errors import ConfigError, RunError, TrinityError, in_one_line
 from trinity_sync.host.child_process import Channel, start_child
 from trinity_sync.host.references import Settings, path_list
 from trinity_sync.models.families import check_attention, class_problem, noise, vllm_problem
@@ -264,7 +264,7 @@ def _look(request: _ScanRequest, tell: Callable[[int], None]) -> _Found | _Unrea
     try:
         tokens = _tokens(request)
     except (OSError, ValueError) as error:
-        return _UnreadableModel(" ".join(str(error).split()))
+        return _UnreadableModel(in_one_line(error))
     _check_model(request, tokens)
     notes = [tokens.difference] if tokens.difference else []
     if request.prompts and (noisy := noise(tokens.config.to_dict())):

@@ -12,7 +12,7 @@ import transformers
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors
 from transformers import CONFIG_MAPPING, PreTrainedTokenizerFast
 
-from trinity_sync.errors import ConfigError, RunError, near
+from trinity_sync.errors import ConfigError, RunError, in_one_line, near
 from trinity_sync.models.families import auto_class
 from trinity_sync.models.tokens import CHARACTERS, SPECIAL, UNUSED, check_vocabulary
 
@@ -74,7 +74,7 @@ def architecture_config(architecture: Mapping[str, object]) -> PreTrainedConfig:
     try:
         return kind(**fields)
     except Exception as error:
-        reason = " ".join(str(error).split())
+        reason = in_one_line(error)
         raise ConfigError(f"model.architecture is not one that {kind.__name__} takes: {reason}") from error
 
 
@@ -111,7 +111,7 @@ def _build(config: PreTrainedConfig, seed: int) -> PreTrainedModel:
         try:
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         except Exception as error:
-            reason = " ".join(str(error).split())
+            reason = in_one_line(error)
             raise ConfigError(
                 f"model.architecture: transformers cannot build this {config.model_type} model: {reason}"
             ) from error

@@ -19,7 +19,7 @@ from typing import Any
 
 from safetensors import safe_open
 
-from trinity_sync.errors import ConfigError
+from trinity_sync.errors import ConfigError, in_one_line
 from trinity_sync.weights.lora import CONFIG_FILE as ADAPTER_CONFIG
 
 CONFIG = "config.json"
@@ -259,7 +259,7 @@ def check_named(model_path: str) -> None:
     except Exception as error:  # of any HTTP library
         if _is_busy(error):
             return  # the load of the model asks again, with the library's retries
-        reason = " ".join(str(error).split())
+        reason = in_one_line(error)
         raise ConfigError(
             f"model.path is {model_path}: there is no such folder, it is not in the hub's cache on this machine, and "
             f"the hub does not give it ({type(error).__name__}: {reason}); name a folder, or fetch the model first by: "
@@ -310,7 +310,7 @@ def local_folder(model_path: str) -> Path:
         if fetched("model.safetensors") is None and (index := fetched("model.safetensors.index.json")) is not None:
             get_checkpoint_shard_files(model_path, index)
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"model.path={model_path}: {' '.join(str(error).split())}") from error
+        raise ConfigError(f"model.path={model_path}: {in_one_line(error)}") from error
     return Path(str(config)).parent
 
 

@@ -12,7 +12,7 @@ from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, TypedDict
 
-from trinity_sync.errors import ConfigError
+from trinity_sync.errors import ConfigError, in_one_line
 from trinity_sync.models.adapter_layers import adapter_layers
 from trinity_sync.models.families import made_class
 from trinity_sync.weights.lora import PREFIX, saved_name
@@ -70,7 +70,7 @@ def cut(fields: Mapping[str, object], layers: int | None) -> tuple[Mapping[str, 
     try:
         config = kind.from_dict(dict(fields))
     except Exception as error:
-        reason = " ".join(str(error).split())
+        reason = in_one_line(error)
         raise ConfigError(f"model.shapes: {kind.__name__} does not take this file: {reason}") from error
     whole = config.to_dict()
     whole.pop("auto_map", None)

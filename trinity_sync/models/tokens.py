@@ -12,7 +12,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trinity_sync.errors import ConfigError
+from trinity_sync.errors import ConfigError, in_one_line
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedTokenizerBase
@@ -86,7 +86,7 @@ def read_tokens(model_path: str, *, trust_remote_code: bool) -> ModelTokens:
         except Exception as error:
             if isinstance(error, OSError | ValueError) and not Path(model_path).is_dir():
                 raise
-            reason = " ".join(str(error).split())
+            reason = in_one_line(error)
             raise ConfigError(f"model.path={model_path}: its {file} cannot be read: {reason}") from error
 
     with reading("config.json"):

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.report import run_page, sweep_page, terminal_tables, trace
+from trinity_sync.report import run_page, sweep_page, terminal_tables, timeline
 from trinity_sync.report.run_data import Run, Sweep, load
 from trinity_sync.tracking.json_lines import plain, write_atomic
 
@@ -77,7 +77,7 @@ def write_trace(run: Run, target: Path | None = None) -> Path:
     if target.is_dir() or not target.parent.is_dir():
         what = "is a folder" if target.is_dir() else f"cannot be written: {target.parent} is not a folder"
         raise ConfigError(f"{target} {what}; name a file in an existing folder")
-    write_atomic(target, trace.document(run))
+    write_atomic(target, timeline.trace_document(run))
     return target
 
 

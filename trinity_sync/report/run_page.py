@@ -11,6 +11,7 @@ from pathlib import Path
 
 import yaml
 
+from trinity_sync.errors import in_one_line
 from trinity_sync.host.masking import masked_override
 from trinity_sync.host.references import model_name, select_values, setting_of, task_name
 from trinity_sync.report import charts, run_charts, timeline
@@ -388,7 +389,7 @@ def _load(path: Path) -> object:
     try:
         return yaml.load(path.read_bytes(), Loader=_Loader)
     except yaml.YAMLError as error:
-        raise ValueError(f"{path} cannot be read: {' '.join(str(error).split())}") from error
+        raise ValueError(f"{path} cannot be read: {in_one_line(error)}") from error
 
 
 def _modified(path: Path) -> float:

@@ -158,10 +158,10 @@ class EnvironmentDifference(NamedTuple):
 def differences(old: RunJson, new: RunJson) -> list[EnvironmentDifference]:
     """Compare packages, repository, threads and hardware of two records; missing values are not compared."""
     return [
-        *_mappings("", old.get("packages"), new.get("packages")),
+        *_mappings(old.get("packages"), new.get("packages")),
         *_git(old, new),
         *_values("threads", old.get("threads"), new.get("threads")),
-        *_mappings("", old.get("hardware"), new.get("hardware")),
+        *_mappings(old.get("hardware"), new.get("hardware")),
     ]
 
 
@@ -174,12 +174,12 @@ def _git(old: RunJson, new: RunJson) -> Iterator[EnvironmentDifference]:
         yield EnvironmentDifference("git", *texts)
 
 
-def _mappings(prefix: str, old: object, new: object) -> Iterator[EnvironmentDifference]:
+def _mappings(old: object, new: object) -> Iterator[EnvironmentDifference]:
     if not isinstance(old, Mapping) or not isinstance(new, Mapping):
         return
     for name in sorted({*old, *new}):
         if old.get(name) != new.get(name):
-            yield EnvironmentDifference(f"{prefix}{name}", str(old.get(name, NONE)), str(new.get(name, NONE)))
+            yield EnvironmentDifference(name, str(old.get(name, NONE)), str(new.get(name, NONE)))
 
 
 def _values(what: str, old: object, new: object) -> Iterator[EnvironmentDifference]:

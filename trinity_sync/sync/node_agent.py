@@ -85,6 +85,7 @@ class AgentConfig:
     transport: str = "auto"  # of parts from other nodes (`sync.transport`): ``tcp``, ``ray``, else both
     secret: bytes | None = field(default=None, repr=False)  # of the run's agents; None: ``ray``
     timeout_s: float = 60.0  # for a part from another node; a `WaitLimit` grows with its bytes
+    brings: Mapping[str, int] = field(default_factory=dict)  # parts that its explorers read, of all nodes -> bytes
 
 
 class NodeAgent:
@@ -280,6 +281,12 @@ class NodeAgent:
         return self._layouts[part]
 
     # -- parts between nodes
+
+    async def reserve(self) -> None:
+        """Make the slots for parts of other nodes, before a load with its shorter limits needs them."""
+        for part, nbytes in self._config.brings.items():
+            if part not in self._layouts:
+                await self._wait(self._brought.reserve, part, nbytes)
 
     async def bring(self, wanted: WantedPart) -> BroughtPart:
         """Bring a part of a leased version here from another node, once for all explorers of this one."""
@@ -491,12 +498,11 @@ class ObjectTransport:
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s
 
-    def bring(self, wanted: WantedPart, into: PartPieces) -> Sequence[str]:
+    def bring(self, wanted: WantedPart, into: PartPieces, tell: Callable[[str], None]) -> None:
         owner, limit_s = wanted.owner, grown(self._timeout_s, wanted.nbytes)
         [shared] = owner.share(wanted.version, wanted.slot, wanted.part).result(limit_s)
         coming: Call[np.ndarray] = Call(shared, owner.who, f"send {wanted}")
         into.fill(coming.result(limit_s).data)
-        return ()
 
 
 class StateSlots:

@@ -273,8 +273,11 @@ class PieceServer:
 class PartTransport(Protocol):
     """A way for parts between nodes. Any thread."""
 
-    def bring(self, wanted: WantedPart, into: PartPieces) -> Sequence[str]:
-        """Bring the pieces that `into` lacks; return the errors that were overcome.
+    def bring(self, wanted: WantedPart, into: PartPieces, tell: Callable[[str], None]) -> None:
+        """Bring the pieces that `into` lacks.
+
+        Args:
+            tell: called with each error, before it goes on in another way.
 
         Raises:
             RunError: the part does not come.
@@ -293,12 +296,12 @@ class PieceTransport:
 
     def __init__(self, server: PieceServer, secret: bytes, stall_s: float) -> None:
         self._server, self._secret, self._stall_s = server, secret, stall_s
+        self._unreachable: set[PieceSource] = set()  # which each version would try again for `_CONNECT_S`
 
-    def bring(self, wanted: WantedPart, into: PartPieces) -> Sequence[str]:
+    def bring(self, wanted: WantedPart, into: PartPieces, tell: Callable[[str], None]) -> None:
         asker = self._server.source
         self._server.hold(wanted.slot, wanted.part, into)
-        failed: list[PieceSource] = []
-        errors: list[str] = []
+        failed = list(self._unreachable)
         while into.there < into.count:
             asking = wanted.owner.source(wanted.version, wanted.slot, wanted.part, asker, failed)
             source = asking.result(self._stall_s)
@@ -306,14 +309,16 @@ class PieceTransport:
                 self._take(wanted, into, source)
             except (RunError, EOFError, OSError) as error:
                 into.check()
-                if isinstance(error, UnreachableError) and source.owner:
-                    raise
-                why = str(error) or "it closed the connection"
-                errors.append(f"piece {into.there} of {wanted}, from {source.who}: {why}")
+                why = f"piece {into.there} of {wanted}, from {source.who}: {str(error) or 'it closed the connection'}"
+                unreachable = isinstance(error, UnreachableError)
                 if source in failed:  # the owner itself, once more
-                    raise RunError(errors[-1]) from error
+                    if unreachable:
+                        raise
+                    raise RunError(why) from error
+                tell(why)
                 failed.append(source)
-        return errors
+                if unreachable and not source.owner:
+                    self._unreachable.add(source)
 
     def _take(self, wanted: WantedPart, into: PartPieces, source: PieceSource) -> None:
         with closing(self._connect(source)) as connection:
@@ -474,15 +479,13 @@ class BroughtParts:
                 held.check()
                 transport = self._transports[0]
                 try:
-                    errors = transport.bring(wanted, held)
+                    transport.bring(wanted, held, self._tell)
                     break
                 except UnreachableError as error:
                     self._replace(transport, error)
         except BaseException as error:
             held.end(str(error))
             raise
-        with self._telling:
-            self._errors += errors
         return path
 
     def _replace(self, transport: PartTransport, error: UnreachableError) -> None:

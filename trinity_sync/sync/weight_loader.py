@@ -133,7 +133,7 @@ class WeightLoader:
 
     def load(self, version: Version | None, broadcast: Broadcast | None = None) -> LoadReport:
         """Load a committed version (None: the newest)."""
-        started, self._faults = time.perf_counter(), list[str]()
+        started = time.perf_counter()
         synchronizer = self._synchronizer
         lease = synchronizer.lease(self._member, version).result(synchronizer.timeout_s)
         try:
@@ -147,6 +147,7 @@ class WeightLoader:
             raise lost_lease(self._name, lease)
         self.held = lease.version
         ended = time.perf_counter()
+        faults, self._faults = self._faults, []  # with those of loads that failed, which had no report
         return LoadReport(
             explorer=self._name,
             version=lease.version,
@@ -156,11 +157,11 @@ class WeightLoader:
             paused_s=ended - self._paused,
             peak_rss=peak_rss(),
             apply_s=taken.apply_s,
-            fault="; ".join(self._faults) or None,
+            fault="; ".join(faults) or None,
         )
 
     def note_fault(self, error: str) -> None:
-        """Have the report of the current load name an error that was overcome."""
+        """Have the report of the current load, or of the next that succeeds, name an error that was overcome."""
         self._faults.append(error)
 
     def _check(self, lease: Lease) -> None:

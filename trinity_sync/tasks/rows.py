@@ -14,7 +14,7 @@ from typing import IO, TYPE_CHECKING, Generic, NamedTuple, TypeAlias, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from trinity_sync.errors import ConfigError
+from trinity_sync.errors import ConfigError, in_one_line
 from trinity_sync.host.references import matched_files
 from trinity_sync.samples.keys import child, path
 from trinity_sync.samples.record import Message, Purpose
@@ -101,7 +101,7 @@ class DataFile:
             self.known = list(table.schema_arrow.names)
             count = table.metadata.num_rows
         except (pyarrow.ArrowException, OSError) as error:
-            raise ConfigError(f"{self.path} cannot be read as Parquet: {_in_one_line(error)}") from error
+            raise ConfigError(f"{self.path} cannot be read as Parquet: {in_one_line(error)}") from error
         if repeated := next((name for name in self.known if self.known.count(name) > 1), None):
             raise ConfigError(f"{self.path}: the column {repeated!r} is there twice")
         names = [name for name in self.known if columns is None or name in columns]
@@ -115,7 +115,7 @@ class DataFile:
         try:
             column = table.read(columns=[name]).column(name)
         except Exception as error:
-            self.unread[None, name] = _in_one_line(error)
+            self.unread[None, name] = in_one_line(error)
             return []
         try:
             return list(column.to_pylist(maps_as_pydicts="strict"))
@@ -126,7 +126,7 @@ class DataFile:
         try:
             return value.as_py(maps_as_pydicts="strict")
         except Exception as error:
-            self.unread[row, name] = _in_one_line(error)
+            self.unread[row, name] = in_one_line(error)
             return None
 
 
@@ -257,10 +257,6 @@ def _begins(file: IO[bytes], start: bytes) -> bool:
     found = file.read(len(start))
     file.seek(0)
     return found == start
-
-
-def _in_one_line(error: Exception) -> str:
-    return " ".join(str(error).split()) or type(error).__name__
 
 
 def _kind(value: object) -> str:

@@ -134,11 +134,8 @@ def cut_after(path: Path, step: int, *, key: Callable[[Record], int | None]) -> 
 
 def metrics_step(record: Record) -> int | None:
     """Return the trainer step of a line of metrics.jsonl."""
-    return _whole(record.get("step"))
-
-
-def _whole(value: object) -> int | None:
-    return value if isinstance(value, int) else None
+    step = record.get("step")
+    return step if isinstance(step, int) else None
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, Record]]:

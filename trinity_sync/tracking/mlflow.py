@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from trinity_sync.errors import ConfigError
+from trinity_sync.errors import ConfigError, in_one_line
 from trinity_sync.host.durable import replace_file
 from trinity_sync.host.masking import without_secrets
 from trinity_sync.host.process import environment
@@ -82,7 +82,7 @@ class MlflowTracker(ProcessTracker):
                 self._run_id = self._begin(run, folder / "run_id", artifacts)
                 self._describe(run)
         except Exception as error:
-            said = " ".join(str(error).split()) or type(error).__name__
+            said = in_one_line(error)
             text = without_secrets(f"tracker=mlflow cannot use {uri}: {said}", uri or "", {})
             raise ConfigError(f"{text}; see tracker.mlflow.uri") from error
 

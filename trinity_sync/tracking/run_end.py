@@ -222,7 +222,9 @@ def event_text(event: events.Event) -> str:
             whose = " of its validation" if event.validation else ""
             return f"step {event.step}: {event.count} responses{whose} could not be judged; first error: {event.error}"
         case events.AgreementEvent():
-            mean, largest, bound = (_figures(value) for value in (event.mean, event.largest, event.bound))
+            mean, largest, bound = (
+                "nan" if value is None else f"{value:.3g}" for value in (event.mean, event.largest, event.bound)
+            )
             return (
                 f"step {event.step}: log-probs of {event.explorer} and of the trainer differ by {mean} on average, "
                 f"{largest} at most, over {event.tokens} tokens ({bound} allowed)"
@@ -283,10 +285,6 @@ def step_text(step: int, values: Mapping[str, object]) -> str:
 
 def _known(values: Mapping[str, object], key: str) -> float | None:
     return units.finite(values.get(key))
-
-
-def _figures(value: float | None) -> str:
-    return "nan" if value is None else f"{value:.3g}"
 
 
 def _digest(digest: str | None) -> str:

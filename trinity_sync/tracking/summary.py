@@ -170,7 +170,7 @@ def summarise(
     steps = mean_steps(len(rewards or losses))
     return {
         "status": status,
-        "steps": max(_known(map(json_lines.metrics_step, metrics)), default=0),
+        "steps": max((step for line in metrics if (step := json_lines.metrics_step(line)) is not None), default=0),
         "wall_s": wall_s,
         "reward_first": _mean(rewards[:steps]),
         "reward_last": _mean(rewards[-steps:]),
@@ -412,10 +412,6 @@ def _samples(metrics: Sequence[Record]) -> SampleFigures:
         "staleness_mean": _mean(mean),
         "staleness_max": max(most, default=None),
     }
-
-
-def _known(steps: Iterable[int | None]) -> list[int]:
-    return [step for step in steps if step is not None]
 
 
 def _measured(values: Iterable[object]) -> list[float]:

@@ -5,7 +5,7 @@ driver.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, cast
@@ -45,22 +45,11 @@ from trinity_sync.trainer.group import TrainerGroup
 if TYPE_CHECKING:
     from ray import ObjectRef
 
+    from trinity_sync.tracking.recorder import Recorder
+
 
 _ROUNDING = 1e-6
 """Rounding error of a sum of shares."""
-
-
-class Log(Protocol):
-    """The methods of `tracking.recorder.Recorder` that loops and saves use."""
-
-    def metrics(self, step: int, values: Mapping[str, float]) -> None:
-        """Record the metrics of a step."""
-
-    def event(self, event: Event) -> None:
-        """Record one event."""
-
-    def samples(self, step: int, lines: Sequence[Line]) -> None:
-        """Record samples of a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -160,7 +149,7 @@ class Steps:
         trainer: TrainerGroup,
         synchronizer: SynchronizerClient,
         parts: list[str],
-        log: Log,
+        log: Recorder,
         penalty: RewardPenalty | None = None,
         agreement: AgreementCheck | None = None,
     ) -> None:
@@ -306,7 +295,7 @@ class Steps:
             self.log.samples(step, found.excerpt(self.settings.record_groups))
 
 
-def record_load(log: Log, report: LoadReport) -> None:
+def record_load(log: Recorder, report: LoadReport) -> None:
     """Record that an explorer holds a version. Any thread."""
     log.event(
         LoadEvent(
@@ -325,7 +314,7 @@ def record_load(log: Log, report: LoadReport) -> None:
         log.event(FaultEvent(where=report.explorer, error=report.fault))
 
 
-def record_generated(log: Log, generated: Generated) -> None:
+def record_generated(log: Recorder, generated: Generated) -> None:
     """Record that an explorer made samples. Any thread."""
     log.event(GenerateEvent(**asdict(generated)))
 

@@ -107,6 +107,7 @@ def worker_spec(cfg: Config, model_path: str, log_dir: str, given: str | None = 
     """Make the spec of a rank from a checked config. `log_dir`: folder of the ranks' logs."""
     backend, trainer, algorithm = backend_option(cfg.backend), cfg.trainer, algorithm_of(cfg.algorithm)
     adapter = adapter_of(cfg.model.lora)
+    reference = algorithm.reference_path or (None if adapter else given or model_path)
     return WorkerSpec(
         backend=backend,
         engine=backend.engine_fields(cfg),
@@ -124,7 +125,7 @@ def worker_spec(cfg: Config, model_path: str, log_dir: str, given: str | None = 
         max_tokens=trainer.max_tokens,
         balance_tokens=trainer.balance_tokens,
         remove_padding=trainer.remove_padding,
-        reference=_reference(algorithm, None if adapter else given or model_path),
+        reference=reference if algorithm.needs_reference else None,
         temperature=cfg.explorer.temperature,
         seed=cfg.seed,
         deterministic=trainer.deterministic and trainer.schedule == "lockstep",
@@ -137,7 +138,3 @@ def worker_spec(cfg: Config, model_path: str, log_dir: str, given: str | None = 
         backend_timeout_s=cfg.backend.timeout_s,
         log_dir=log_dir,
     )
-
-
-def _reference(algorithm: Algorithm, initial: str | None) -> str | None:
-    return algorithm.reference_path or initial if algorithm.needs_reference else None

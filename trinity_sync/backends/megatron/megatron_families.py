@@ -8,8 +8,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Protocol
 
+from trinity_sync.config.schema import MegatronConfig
 from trinity_sync.errors import ConfigError
 
 FAMILIES = ("llama", "qwen2", "qwen3", "qwen3_moe")
@@ -32,17 +32,7 @@ def dense_layers(model: Mapping[str, object]) -> dict[str, bool]:
     }
 
 
-class Layout(Protocol):
-    """The keys of `backend` for the layout of a model, and whether random generators are restored."""
-
-    ranks: int
-    tp: int
-    pp: int
-    ep: int
-    restore_rng: bool
-
-
-def check_layout(backend: Layout, checkpoint: Path) -> str | None:
+def check_layout(backend: MegatronConfig, checkpoint: Path) -> str | None:
     """Compare the layout of the configuration with that of a checkpoint (the step folder). Returns a message for the
     user, None where nothing changes.
     """

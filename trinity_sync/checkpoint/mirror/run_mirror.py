@@ -29,7 +29,7 @@ from trinity_sync.checkpoint.folder.commits import keep_weights
 from trinity_sync.checkpoint.folder.leases import CheckpointLease, lease_checkpoint, leased
 from trinity_sync.checkpoint.folder.owner import Owner, Recorded, manifests
 from trinity_sync.checkpoint.mirror.copies import DamagedError, ForeignError, Mirror, Storage, oldest_needed, point_of
-from trinity_sync.errors import ConfigError, RunError, TrinityError
+from trinity_sync.errors import ConfigError, RunError, TrinityError, in_one_line
 from trinity_sync.host import interrupts
 from trinity_sync.host.child_process import Channel, Child, start_child
 from trinity_sync.host.logs import log_failure
@@ -751,7 +751,7 @@ def serve(descriptor: int) -> None:
 
 def described(error: Exception) -> str:
     """An error of a client in one line, with its class, which often says more than its words."""
-    text = shortened(" ".join(str(error).split()))
+    text = shortened(in_one_line(error))
     return text if isinstance(error, RunError) and text else f"{type(error).__name__}: {text}".removesuffix(": ")
 
 

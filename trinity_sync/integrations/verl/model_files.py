@@ -29,7 +29,7 @@ from verl.utils.fsdp_utils import fsdp_version, load_fsdp_model_to_gpu, offload_
 from trinity_sync.backends.fsdp_state import sharded
 from trinity_sync.checkpoint.export import plan_files, write_file, write_index
 from trinity_sync.checkpoint.reading import TensorInfo
-from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.errors import ConfigError, RunError, in_one_line
 from trinity_sync.models.files import CONFIG, INDEX, ModelFiles, cached_folder
 from trinity_sync.weights.tensors import from_torch, saved_list
 
@@ -128,7 +128,7 @@ def _written(held: PretrainedConfig | Processing | None) -> ModelFiles:
             if held is not None:
                 held.save_pretrained(folder)
         except Exception as error:
-            reason = " ".join(str(error).split())
+            reason = in_one_line(error)
             raise ConfigError(
                 f"the {type(held).__name__} of this program cannot be written, so no checkpoint could have it: {reason}"
             ) from error

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import httpx
 
 from trinity_sync.actors.explorer_client import EngineDied
-from trinity_sync.errors import ConfigError, RunError, WaitTimeout, grown
+from trinity_sync.errors import ConfigError, RunError, WaitTimeout, grown, in_one_line
 from trinity_sync.host.logs import story
 from trinity_sync.host.masking import shown
 from trinity_sync.host.origin import error_text
@@ -286,7 +286,7 @@ def _reason(error: httpx.RequestError) -> str:
         root = cause
     if isinstance(root, OSError) and root.errno is not None and root.errno > 0:
         return f"[Errno {root.errno}] {os.strerror(root.errno)}"
-    return " ".join(str(error).split()) or type(error).__name__
+    return in_one_line(error)
 
 
 class HttpControl:
