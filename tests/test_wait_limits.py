@@ -206,4 +206,6 @@ def test_a_call_for_samples_has_the_time_of_the_load_in_it() -> None:
     pool._timeout_s = WaitLimit(120.0, 100.0, ("explorer.timeout_s", "sync.min_rate_mbps"))
     pool.introduce({}, version_bytes=1_000 * MB)
     late = WaitTimeout("explorer-0", "generate", pool.work_limit(300.0))
-    assert str(late).endswith("within 580 s (explorer.timeout_s=120, and 2,000.0 MB at sync.min_rate_mbps=100)")
+    assert str(late).endswith(
+        "within 580 s (explorer.timeout_s=120, 300 s more, and 2,000.0 MB at sync.min_rate_mbps=100)"
+    )

@@ -87,7 +87,8 @@ def grown(limit_s: float, nbytes: int, *, more_s: float = 0.0) -> float:
     found = WaitLimit(min(seconds, _LONGEST_S), rate, limit_s.keys)
     size = f"{nbytes / 1e6:,.1f} MB"
     time = f"{slowest}=null: none for {size}" if rate is None else f"{size} at {slowest}={rate:g}"
-    found.reason = f" ({constant}={limit_s:g}, and {time})"
+    more = f", {more_s:g} s more" if more_s else ""
+    found.reason = f" ({constant}={limit_s:g}{more}, and {time})"
     return found
 
 

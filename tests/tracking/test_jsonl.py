@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.tracking import synthetic
@@ -256,6 +256,7 @@ VALUES = st.one_of(
 
 
 @given(lines=st.lists(st.dictionaries(st.sampled_from("abc"), VALUES), max_size=12))
+@example(lines=[{"a": 2**63}, {"a": 1}])
 def test_packed_lines_are_those_that_were_put_in(lines: list[dict[str, Any]]) -> None:
     packed = json_lines.Packed(lines)
     assert repr(list(packed)) == repr(lines)  # of nan and -0.0 too

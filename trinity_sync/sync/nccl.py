@@ -34,7 +34,7 @@ from trinity_sync.actors.synchronizer_client import Sealed
 from trinity_sync.errors import RunError, grown, limit_text
 from trinity_sync.host.logs import story
 from trinity_sync.protocol.parts import part_name
-from trinity_sync.protocol.versions import LOAD_HOPS, Lease, Version
+from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.base import (
     Bucket,
     BucketReceiver,
@@ -201,7 +201,9 @@ class NcclPublisher:
         loading = [explorer.load(sealed.version, broadcast) for explorer in explorers.values()]
         together: list[Call[object]] = [*sending, *loading]
         try:
-            whole = grown(limit, LOAD_HOPS * sum(broadcast.nbytes), more_s=limit)
+            # an engine takes the whole version also after a round of deltas
+            nbytes = sum(broadcast.nbytes) + sum(info.nbytes for info in sealed.parts.values())
+            whole = grown(limit, nbytes, more_s=limit)
             results(together, whole, f"exchange version {sealed.version}")
         except BaseException as error:
             give_up(store, broadcast)

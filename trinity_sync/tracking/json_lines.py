@@ -251,7 +251,7 @@ class _Table:
         elif isinstance(value, float):
             self._numbers[key] = array("d", [value]) * self.length
         elif isinstance(value, int) and not self._large:
-            self._numbers[key] = array("q", [value]) * self.length
+            self._numbers[key] = array("q", [value] * self.length)
         else:
             self._others[key] = [pickle.dumps(value)] * self.length
 
