@@ -58,6 +58,14 @@ class Publication:
     saved: bool = False
 
 
+@dataclass(frozen=True)
+class Part:
+    """What an agent tells of a part in its slot."""
+
+    of: Version
+    nbytes: int = 0
+
+
 @dataclass
 class Reading:
     lease: Lease
@@ -136,7 +144,7 @@ class Together(RuleBasedStateMachine):
     @rule(rank=st.sampled_from(RANKS))
     def stage(self, rank: str) -> None:
         published = self.under_way
-        self.wait(self.synchronizer.staged(published.version, {rank: published.version}))
+        self.wait(self.synchronizer.staged(published.version, {rank: Part(published.version)}))
         published.staged.add(rank)
         if published.staged == set(RANKS):
             self.wait(self.synchronizer.digested(published.version, f"digest of {published.version.step}"))
@@ -230,7 +238,7 @@ class Together(RuleBasedStateMachine):
             return
         assert lease.version == self.published[-1], "not the newest, or one that was not committed"
         assert lease.digest == f"digest of {lease.version.step}"
-        assert lease.parts == dict.fromkeys(RANKS, lease.version)
+        assert lease.parts == dict.fromkeys(RANKS, Part(lease.version))
         assert lease.version >= self.seen.get(reader, lease.version), "a reader's version went back"
         self.seen[reader] = lease.version
         self.reading[reader] = Reading(lease, self.clock.now + LEASE_S)

@@ -58,7 +58,7 @@ def test_an_error_names_the_bytes_and_both_settings() -> None:
 
 def test_an_error_says_where_bytes_get_no_time() -> None:
     late = WaitTimeout("explorer-0", "load version 7", grown(WaitLimit(60.0, None), 3 * MB))
-    assert str(late).endswith(" within 60 s (sync.timeout_s=60, and sync.min_rate_mbps=null: none for 3.0 MB)")
+    assert str(late).endswith(" within 60 s (sync.timeout_s=60, and no time for 3.0 MB at sync.min_rate_mbps=null)")
 
 
 @pytest.mark.parametrize("rate", [0, -1.0, float("inf"), float("nan"), True, "fast"])

@@ -85,8 +85,8 @@ def grown(limit_s: float, nbytes: int, *, more_s: float = 0.0) -> float:
     rate, (constant, slowest) = limit_s.min_rate_mbps, limit_s.keys
     seconds = limit_s + more_s + (0.0 if rate is None else nbytes * 8e-6 / rate)
     found = WaitLimit(min(seconds, _LONGEST_S), rate, limit_s.keys)
-    size = f"{nbytes / 1e6:,.1f} MB"
-    time = f"{slowest}=null: none for {size}" if rate is None else f"{size} at {slowest}={rate:g}"
+    slow = f"{nbytes / 1e6:,.1f} MB at {slowest}="
+    time = f"no time for {slow}null" if rate is None else f"{slow}{rate:g}"
     more = f", {more_s:g} s more" if more_s else ""
     found.reason = f" ({constant}={limit_s:g}{more}, and {time})"
     return found

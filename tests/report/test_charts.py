@@ -48,12 +48,10 @@ def test_log_ticks_are_powers_of_ten_and_hold_the_values(low: float, ratio: floa
 
 @given(points=POINTS, style=st.sampled_from(["line", "faint", "steps", "dots"]), log=st.booleans())
 def test_every_point_lies_within_the_picture(points: list, style: str, log: bool) -> None:
-    drawing = charts.line_chart(
-        [Series(name="a", points=points, style=style)], label="a", y_format=text, width=400, height=200, log=log
-    )
+    drawing = charts.line_chart([Series(name="a", points=points, style=style)], label="a", y_format=text, log=log)
     for x, y in positions(drawing):
-        assert 0 <= x <= 400
-        assert 0 <= y <= 200
+        assert 0 <= x <= charts._WIDTH
+        assert 0 <= y <= charts._HEIGHT
 
 
 def test_a_missing_value_breaks_the_line() -> None:
@@ -137,14 +135,12 @@ def test_the_text_of_a_mark_stays_within_the_picture(at: float, ends: bool) -> N
 def test_a_band_lies_within_the_picture_around_its_curve(points: list, by: float) -> None:
     known = [(x, y) for x, y in points if y is not None]
     low, high = [(x, y - by) for x, y in known], [(x, y + by) for x, y in known]
-    drawing = charts.line_chart(
-        [Series(name="a", points=points, low=low, high=high)], label="a", y_format=text, width=400, height=200
-    )
+    drawing = charts.line_chart([Series(name="a", points=points, low=low, high=high)], label="a", y_format=text)
     corners = [pair.split(",") for found in re.findall(r'<polygon points="([^"]*)"', drawing) for pair in found.split()]
     assert len(corners) == (2 * len(known) if "<svg" in drawing else 0)
     for x, y in corners:
-        assert 0 <= float(x) <= 400
-        assert 0 <= float(y) <= 200
+        assert 0 <= float(x) <= charts._WIDTH
+        assert 0 <= float(y) <= charts._HEIGHT
 
 
 def test_a_thinned_curve_keeps_its_extremes() -> None:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -166,7 +165,7 @@ def test_what_one_reader_cannot_fetch_is_not_lost_for_all(
         raise error
 
     monkeypatch.setattr(ray, "get", fail)
-    stored: Any = SimpleNamespace(buckets=[])
+    stored = state_dicts.StoredState(tensors=[], bucket_bytes=1, digests=[], buckets=[])
     with pytest.raises(RunError, match="the tensors of version 20 ") as raised:
         state_dicts.get(Version(0, 20), stored, LIMIT)
     assert isinstance(raised.value, state_dicts.StateLostError) is lost

@@ -751,8 +751,8 @@ def serve(descriptor: int) -> None:
 
 def described(error: Exception) -> str:
     """An error of a client in one line, with its class, which often says more than its words."""
-    text = shortened(in_one_line(error))
-    return text if isinstance(error, RunError) and text else f"{type(error).__name__}: {text}".removesuffix(": ")
+    text, name = shortened(in_one_line(error)), type(error).__name__
+    return text if isinstance(error, RunError) or text == name else f"{name}: {text}"
 
 
 def _end_with_parent(connection: Connection) -> None:
