@@ -55,7 +55,7 @@ def running() -> Iterator[None]:
                 120.0,
                 num_cpus=4,
                 include_dashboard=False,
-                _system_config=own_ray.SYSTEM_CONFIG,
+                _system_config=dict(own_ray.SYSTEM_CONFIG),
                 **_QUIET,
             )
         try:

@@ -216,7 +216,7 @@ def _start_own(request: _RayRequest, cpus: int, options: Mapping[str, object]) -
                 include_dashboard=False,
                 object_store_memory=settings.object_store_mb * 2**20,
                 _temp_dir=str(folder),
-                _system_config=SYSTEM_CONFIG,
+                _system_config=dict(SYSTEM_CONFIG),  # Ray adds places of its session to it
                 **options,
             )
         stack.callback(shut_down, folder, released)
