@@ -892,7 +892,11 @@ class BookMachine(RuleBasedStateMachine):
         assert all(model.faults <= 1 for model in getattr(self, "model", {}).values())
 
     def teardown(self) -> None:
-        """Whoever asked for a turn and did not lose it gets one when the others end."""
+        """Whoever asked for a turn and did not lose it gets one when the others end, or at the monitor's next look: a
+        restart forgets the turn of a writer whose step has failed.
+        """
+        if hasattr(self, "book"):
+            self.take(self.book.tick())
         for _ in range(len(getattr(self, "tickets", {}))):
             ready = [ticket for ticket in self.tickets if self.book.turn(ticket)]
             assert ready, "writers wait, and nobody writes"
