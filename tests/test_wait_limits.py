@@ -201,6 +201,11 @@ def test_torchs_error_of_a_late_broadcast_names_the_settings_and_any_other_stays
         raise RuntimeError("Connection closed by peer")
 
 
+def test_a_shorter_limit_says_by_how_much() -> None:
+    late = WaitTimeout("the agent", "send a piece", grown(LIMIT, 2 * MB, more_s=-45.0))
+    assert "=60, 45 s less, and 2.0 MB at " in str(late)
+
+
 def test_a_call_for_samples_has_the_time_of_the_load_in_it() -> None:
     pool = object.__new__(ExplorerPool)
     pool._timeout_s = WaitLimit(120.0, 100.0, ("explorer.timeout_s", "sync.min_rate_mbps"))

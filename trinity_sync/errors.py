@@ -87,7 +87,7 @@ def grown(limit_s: float, nbytes: int, *, more_s: float = 0.0) -> float:
     found = WaitLimit(min(seconds, _LONGEST_S), rate, limit_s.keys)
     slow = f"{nbytes / 1e6:,.1f} MB at {slowest}="
     time = f"no time for {slow}null" if rate is None else f"{slow}{rate:g}"
-    more = f", {more_s:g} s more" if more_s else ""
+    more = f", {abs(more_s):g} s {'more' if more_s > 0 else 'less'}" if more_s else ""
     found.reason = f" ({constant}={limit_s:g}{more}, and {time})"
     return found
 
