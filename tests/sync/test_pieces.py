@@ -136,30 +136,26 @@ def random_bytes(count: int, seed: int = 0) -> bytes:
     return np.random.default_rng(seed).bytes(count)
 
 
-@pytest.fixture
-def make_node() -> Iterator[Callable[..., Node]]:
+def makers(kind: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
     made = []
 
-    def make(*given: Any, **settings: Any) -> Node:
-        made.append(Node(*given, **settings))
+    def make(*given: Any, **settings: Any) -> Any:
+        made.append(kind(*given, **settings))
         return made[-1]
 
     yield make
-    for node in made:
-        node.server.close()
+    for one in made:
+        one.server.close()
+
+
+@pytest.fixture
+def make_node() -> Iterator[Callable[..., Node]]:
+    yield from makers(Node)
 
 
 @pytest.fixture
 def make_owner() -> Iterator[Callable[..., Owner]]:
-    made = []
-
-    def make(*given: Any, **settings: Any) -> Owner:
-        made.append(Owner(*given, **settings))
-        return made[-1]
-
-    yield make
-    for owner in made:
-        owner.server.close()
+    yield from makers(Owner)
 
 
 MakeNode, MakeOwner = Callable[..., Node], Callable[..., Owner]
