@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import sys
@@ -188,6 +189,8 @@ def test_a_store_that_followers_could_not_use_is_refused(overrides: list[str], r
 
 def test_a_store_whose_client_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "s3fs", None)
+    # A client that an earlier test of this process took stays known to fsspec.
+    monkeypatch.delitem(importlib.import_module("fsspec.registry")._registry, "s3", raising=False)
     message = refused("sync=checkpoint", "sync.store=s3://bucket/runs")
     assert message.startswith("sync.store is s3://bucket/runs, but the package that speaks s3:// is not installed")
 
