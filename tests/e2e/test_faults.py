@@ -19,6 +19,7 @@ from trinity_sync.checkpoint.folder import catalog
 
 LONG = ("trainer.steps=400", "checkpoint.interval=5")
 LONG_ENOUGH = ("trainer.steps=120", "checkpoint.interval=5")  # of which each tenth part is shown
+ENDS = "trainer.max_restarts=0"
 STATE_FILES = 6  # of two ranks: model, optimizer and the rest
 
 
@@ -134,8 +135,8 @@ def test_an_interrupted_run_goes_on_after_its_last_checkpoint(folder: Path) -> N
 
 
 @pytest.mark.all
-def test_a_trainer_rank_that_dies_ends_the_run_with_its_name(folder: Path) -> None:
-    started = start(folder, *LONG_ENOUGH)
+def test_without_restarts_a_trainer_rank_that_dies_ends_the_run_with_its_name(folder: Path) -> None:
+    started = start(folder, *LONG_ENOUGH, ENDS)
     kill_at(started, "step 12/120", lambda run: run.pid_of("trainer-rank-1"))
     run = started.finish(limit_s=60)
     assert run.code == 1
@@ -163,7 +164,7 @@ def stop_in_a_save(folder: Path, agent: int) -> int:
 
 @pytest.mark.all
 def test_a_node_agent_that_dies_in_a_save_ends_the_run_and_the_save_is_reported_failed(folder: Path) -> None:
-    started = start(folder, *LONG)
+    started = start(folder, *LONG, ENDS)
     started.wait_for_line("step 40/400")
     agent = started.pid_of("node-agent")
     step = stop_in_a_save(folder, agent)
@@ -185,7 +186,7 @@ def test_a_node_agent_that_dies_in_a_save_ends_the_run_and_the_save_is_reported_
 
 @pytest.mark.all
 def test_an_explorer_that_dies_ends_the_run_and_says_how_to_have_it_restarted(folder: Path) -> None:
-    started = start(folder, *LONG)
+    started = start(folder, *LONG, ENDS)
     kill_at(started, "step 40/400", lambda run: run.pid_of("explorer-0"))
     run = started.finish(limit_s=60)
     assert run.code == 1
@@ -284,6 +285,7 @@ def test_a_reward_that_raises_ends_the_run_and_its_traceback_is_in_the_logs(fold
     )
     assert f"error: {told} (traceback in {folder / 'logs/driver.log'})\n" in run.output
     assert run.record["error"] == told
+    assert run.record["attempt"] == 0
     logs = {name: (folder / "logs" / f"{name}.log").read_text() for name in ("driver", "explorer-0")}
     for log in logs.values():
         _, _, trace = log.partition(f"{told}\nTraceback (most recent call last):\n")

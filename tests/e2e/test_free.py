@@ -85,7 +85,7 @@ def test_a_killed_explorer_costs_the_others_nothing_and_comes_back(folder: Path)
 
 @pytest.mark.all
 def test_without_restarts_the_run_goes_on_with_those_left_and_ends_with_the_last(folder: Path) -> None:
-    started = start(folder, *FREE, *LONG)
+    started = start(folder, *FREE, *LONG, "trainer.max_restarts=0")
     kill_at(started, "step 40/400", lambda run: run.pid_of("explorer-0"))
     kill_at(started, "step 200/400", lambda run: run.pid_of("explorer-1"))
     run = started.finish(limit_s=60)

@@ -61,6 +61,7 @@ def test_a_rank_that_is_killed_while_a_save_is_under_way_costs_that_save_only(tm
         "trainer.steps=400",
         "checkpoint.interval=1",
         "retention=[keep_all]",
+        "trainer.max_restarts=0",
     ]
     started = start(tmp_path / "run", *settings)
     kill_at(started, "step 40/400", lambda run: run.pid_of("trainer-rank-1"))

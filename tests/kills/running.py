@@ -22,7 +22,9 @@ from tests.kills.processes import Member
 POLL_S = 0.002
 
 # Steps cost next to nothing. Limits are short, so that somebody who hangs is told from somebody who is slow in time.
+# A run ends where it would go on by itself: a chain resumes it, and looks at its files in between.
 SMALL = [
+    "trainer.max_restarts=0",
     "live=line",
     "algorithm.prompts_per_step=4",
     "algorithm.samples_per_prompt=4",

@@ -149,6 +149,44 @@ def test_one_is_kept_for_a_run_that_wants_the_same(
     assert ended == started
 
 
+@pytest.mark.parametrize("swept", [False, True])
+def test_one_is_kept_after_a_failure_that_another_attempt_follows(
+    swept: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[int] = []
+    ended: list[int] = []
+
+    def start(request: Any, cpus: int, options: object) -> own_ray.OwnRay:
+        number = len(started)
+        started.append(number)
+        return own_ray.OwnRay(tmp_path, request, cpus, frozenset(), lambda: ended.append(number))
+
+    def attempt(error: Exception | None) -> None:
+        with contextlib.suppress(ArithmeticError), own_ray.own_ray(SETTINGS, 2, {}, False, {}):
+            if error is not None:
+                raise error
+
+    monkeypatch.setattr(own_ray, "_start_own", start)
+    monkeypatch.setattr(own_ray.OwnRay, "clear", lambda self: True)
+    monkeypatch.setattr(own_ray.OwnRay, "lives", lambda self: True)
+    with ray_kept() if swept else contextlib.nullcontext():
+        with ray_kept(after=lambda error: isinstance(error, ZeroDivisionError)):
+            attempt(ZeroDivisionError())
+            attempt(None)
+            assert (len(started), ended) == (1, [] if swept else [0])
+            attempt(OverflowError())
+            assert len(ended) == len(started)
+        attempt(ZeroDivisionError())
+        assert len(ended) == len(started)  # the outer block does not go on after it
+
+
+def test_one_that_does_not_live_is_not_asked_to_clear_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    request = own_ray._RayRequest(SETTINGS, {}, False, {}, tmp_path)
+    monkeypatch.setattr(own_ray.OwnRay, "lives", lambda self: False)
+    monkeypatch.setattr(own_ray.OwnRay, "_workers", lambda self: pytest.fail("Ray was asked"))
+    assert not own_ray.OwnRay(tmp_path, request, 1, frozenset(), lambda: None).clear()
+
+
 def test_what_a_process_of_rays_prints_without_end_is_cut(tmp_path: Path) -> None:
     printed = tmp_path / "raylet.err"
     printed.write_text("before\n" + "x" * 10_000)

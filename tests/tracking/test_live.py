@@ -275,6 +275,22 @@ def test_a_long_fault_takes_some_lines_and_has_a_sign_where_it_is_cut() -> None:
     assert "…\n" in text
 
 
+def test_the_panel_says_that_a_run_went_on_by_itself() -> None:
+    view, clock = off_view()
+    for step in (2, 4):
+        view.take(event("heal", died=f"rank {step} died", resumed_from=step, lost=3, total_s=9.5))
+    fed(view, clock, last=5)
+    text = panel_text(view, 100)
+    for words in ("2 times", "went on after step 4", "3 steps done again", "9.5 s to the next step", "rank 4 died"):
+        assert words in text
+
+
+def test_a_line_says_that_a_run_went_on_by_itself() -> None:
+    view, _, file = line_view()
+    view.take(event("heal", died="rank 1 died", resumed_from=4, lost=1, total_s=9.5))
+    assert "went on after step 4, 1 step done again, 9.5 s to the next step" in file.getvalue()
+
+
 def test_a_run_that_stands_still_says_for_how_long() -> None:
     view, clock = off_view()
     fed(view, clock)

@@ -22,7 +22,7 @@ from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.host.logs import LogFile
 from trinity_sync.host.origin import _KEPT, Origin
 from trinity_sync.tracking import json_lines
-from trinity_sync.tracking.events import Event
+from trinity_sync.tracking.events import Event, HealEvent
 from trinity_sync.tracking.recorder import Recorder
 from trinity_sync.tracking.run_record import RunFolder
 
@@ -43,6 +43,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "prune": {"step": 1, "reason": "keep_last", "freed_bytes": 5},
     "mirror": {"step": 1, "url": "s3://bucket/run", "state": "copied", "bytes": 5, "total_s": 0.5},
     "fault": {"where": "explorer-0", "error": "died"},
+    "heal": {"died": "trainer rank 1 died", "resumed_from": 4, "lost": 3, "total_s": 9.5},
 }
 
 
@@ -276,6 +277,47 @@ def test_a_second_finish_changes_nothing(tmp_path: Path) -> None:
         recorder.finish("failed", "why")
         recorder.finish("completed")
     assert read_json(tmp_path / "run.json")["status"] == "failed"
+
+
+def test_an_attempt_that_another_one_follows_says_so_in_place_of_the_summary(tmp_path: Path) -> None:
+    asked: list[tuple[str, int]] = []
+
+    def goes_on(error: BaseException, attempt: int) -> str:
+        asked.append((str(error), attempt))
+        return "the run goes on"
+
+    seen: list[Path] = []
+    with (
+        pytest.raises(RunError),
+        synthetic.recording(tmp_path, goes_on=goes_on, report=seen.append) as recorder,
+    ):
+        raise RunError("trainer rank 1 died")
+    assert asked == [("trainer rank 1 died", 0)]
+    assert printed(recorder) == "failed: trainer rank 1 died; the run goes on\n"
+    assert seen == []
+    assert [read_json(tmp_path / "run.json")[key] for key in ("status", "error")] == ["failed", "trainer rank 1 died"]
+
+
+def test_an_interrupt_is_followed_by_no_attempt(tmp_path: Path) -> None:
+    def goes_on(error: BaseException, attempt: int) -> str:
+        pytest.fail("it was asked")
+
+    with pytest.raises(KeyboardInterrupt), synthetic.recording(tmp_path, goes_on=goes_on):
+        raise KeyboardInterrupt
+
+
+def test_the_first_step_after_a_death_tells_how_long_it_took(tmp_path: Path) -> None:
+    clock = Clock()
+    healed = HealEvent(time=clock(), died="trainer rank 1 died", resumed_from=4, lost=3, total_s=None)
+    with synthetic.recording(tmp_path, clock):
+        pass
+    with synthetic.recording(tmp_path, clock, resumed_from=4, healed=healed) as recorder:
+        recorder.metrics(4, {"val/reward/mean": 0.5})  # the validation before the first step
+        clock.pass_(9.5)
+        recorder.metrics(5)
+        recorder.metrics(6)
+    told = [line for line in json_lines.read(tmp_path / "events.jsonl") if line["event"] == "heal"]
+    assert told == [{"event": "heal", "time": clock(), "attempt": 1, **EXAMPLES["heal"]}]
 
 
 def test_a_report_that_fails_does_not_fail_the_run(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -41,6 +41,14 @@ def test_leaving_lets_go(tmp_path: Path) -> None:
     RunFolder.open(tmp_path, resume=False).close()
 
 
+def test_a_folder_that_is_passed_on_stays_held_until_the_next_one_leaves_it(tmp_path: Path) -> None:
+    with RunFolder.open(tmp_path, resume=False) as folder:
+        folder.pass_on()
+    assert lock_owner(tmp_path) is not None
+    RunFolder.open(tmp_path, resume=False).close()
+    assert lock_owner(tmp_path) is None
+
+
 def test_looking_for_a_holder_leaves_no_trace(tmp_path: Path) -> None:
     assert lock_owner(tmp_path) is None
     assert list(tmp_path.iterdir()) == []

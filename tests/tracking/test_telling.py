@@ -62,6 +62,11 @@ LINES: list[tuple[str, dict[str, Any], str]] = [
         "step 12: 3 of its prompts have equal rewards, because too few of the 40 answered prompts have different ones "
         "(algorithm.filter_groups)",
     ),
+    (
+        "heal",
+        {"died": "trainer rank 1 died", "resumed_from": 4, "lost": 3, "total_s": 9.5},
+        "went on after step 4, 3 steps done again, 9.5 s to the next step: trainer rank 1 died",
+    ),
     ("all_rejected", {"step": 12}, "step 12: nothing trained: rollout_rs rejected all of its tokens"),
     (
         "commit",

@@ -21,7 +21,7 @@ from ray._private import utils
 from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
-from trinity_sync.actors.pending import ANSWER_S, CallTransport, MemberDied, Pending, ended
+from trinity_sync.actors.pending import ANSWER_S, CallTransport, MemberDied, Pending, Unanswered, ended
 from trinity_sync.errors import RunError, TrinityError, WaitTimeout
 from trinity_sync.host.hardware import look_there
 from trinity_sync.host.interrupts import REST_S, leave_to_driver, left
@@ -59,6 +59,7 @@ class Call(Pending[T_co]):
     def __init__(self, reference: ObjectRef[T_co], who: str, what: str) -> None:
         super().__init__(who, what)
         self.reference = reference
+        self.began = time.monotonic()
 
     @property
     def owned(self) -> Sequence[ObjectRef[T_co]]:
@@ -194,6 +195,7 @@ _GRACE_S = 3.0
 
 
 def _cause(call: Call[T], error: Exception, pending: list[Call[T]], what: str | None) -> Exception:
+    seconds = time.monotonic() - call.began
     if not isinstance(error, DEATHS) and not _expected(error):
         deadline = time.monotonic() + _GRACE_S
         while pending and time.monotonic() < deadline:
@@ -213,7 +215,7 @@ def _cause(call: Call[T], error: Exception, pending: list[Call[T]], what: str | 
         # Ray gives the constructor's error as text, whose last line is the exception
         return RunError(f"{call.who} could not start: {str(error).strip().splitlines()[-1]}")
     if isinstance(error, DEATHS):
-        died = MemberDied(call.who, what, why_gone(error))
+        died = MemberDied(call.who, what, why_gone(error), isinstance(error, OutOfMemoryError))
         died.__cause__ = error
         return died
     expected = _expected(error)
@@ -222,7 +224,8 @@ def _cause(call: Call[T], error: Exception, pending: list[Call[T]], what: str | 
     cause = error.cause if isinstance(error, RayTaskError) else error
     # a member without an answer may be the cause: its peers report a timeout
     note = f" (no answer from {_names(pending)})" if pending else ""
-    wrapped = RunError(f"{call.who} could not {what}: {error_text(cause)}{note}")
+    told = f"{call.who} could not {what}: {error_text(cause)}{note}"
+    wrapped = Unanswered(told, seconds) if pending else RunError(told)
     wrapped.__cause__ = error
     return wrapped
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 from trinity_sync.actors.client import MethodNames, RayClient, RemoteMethod
 from trinity_sync.actors.rank_client import receivers
-from trinity_sync.errors import RunError
+from trinity_sync.errors import ProcessLost, RunError
 from trinity_sync.protocol.versions import Version
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class LoadFailed(RunError):  # noqa: N818 - it says what happened
         return LoadFailed(str(self), load, tuple(beside))
 
 
-class EngineDied(RunError):  # noqa: N818 - it says what happened
+class EngineDied(ProcessLost):
     """A process of the explorer's engine has died. The explorer ends too, so that the run replaces it."""
 
 

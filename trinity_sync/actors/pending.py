@@ -13,7 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Generic, Protocol, TypeVar
 
-from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.errors import ProcessLost, RunError, WaitTimeout
 from trinity_sync.host.logs import log_failure
 
 T_co = TypeVar("T_co", covariant=True)
@@ -23,22 +23,39 @@ ANSWER_S = 5.0
 """Extra time of the caller's wait, seconds: an actor's own timeout error says more, and has to arrive first."""
 
 
-class MemberDied(RunError):  # noqa: N818 - it says what happened, as WaitTimeout does
+class MemberDied(ProcessLost):
     """A process died before it answered.
 
     Args:
         who: the process's name, such as ``"trainer rank 1"``.
         what: its task.
         why: the reason, where it is known.
+        of_memory: Ray has ended it because its node was out of memory.
     """
 
-    def __init__(self, who: str, what: str, why: str = "") -> None:
-        super().__init__(who, what, why)
-        self.who, self.what, self.why = who, what, why
+    def __init__(self, who: str, what: str, why: str = "", of_memory: bool = False) -> None:
+        super().__init__(who, what, why, of_memory)
+        self.who, self.what, self.why, self.of_memory = who, what, why, of_memory
 
     def __str__(self) -> str:
         told = f"{self.who} died before it could {self.what}"
         return f"{told} ({self.why})" if self.why else told
+
+
+class Unanswered(RunError):  # noqa: N818 - it says what happened, as WaitTimeout does
+    """A member failed with an error of a library, while others have not answered: one of them may hang.
+
+    Args:
+        told: the message.
+        seconds: from the call to the failure.
+    """
+
+    def __init__(self, told: str, seconds: float) -> None:
+        super().__init__(told, seconds)
+        self.seconds = seconds
+
+    def __str__(self) -> str:
+        return str(self.args[0])
 
 
 class Pending(ABC, Generic[T_co]):

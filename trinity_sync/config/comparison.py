@@ -38,6 +38,8 @@ LOCATIONS = (
     "sync.min_rate_mbps",
     "sync.shm_dir",
     "sync.store",
+    "trainer.max_restarts",
+    "trainer.restart_window_s",
     "cluster",
     "hydra",
     "live",

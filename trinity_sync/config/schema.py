@@ -81,6 +81,8 @@ class TrainerConfig:
     mini_batches: int = number(at_least=1)
     epochs: int = number(at_least=1)
     gradient_checkpointing: bool = MISSING
+    max_restarts: int = number(at_least=0)
+    restart_window_s: float = seconds(more_than=0)
 
 
 @dataclass(kw_only=True)

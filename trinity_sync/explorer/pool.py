@@ -20,7 +20,7 @@ from trinity_sync.actors.calls import Call, MemberDied, ended, results
 from trinity_sync.actors.explorer_client import Beside, ExplorerClient, Generated, LoadFailed, LoadReport, Produced
 from trinity_sync.actors.pending import failures_logged
 from trinity_sync.actors.synchronizer_client import SynchronizerClient
-from trinity_sync.errors import ConfigError, RunError, WaitTimeout, grown
+from trinity_sync.errors import ConfigError, ProcessLost, RunError, WaitTimeout, grown
 from trinity_sync.explorer.actor import Explorer, ExplorerSpec
 from trinity_sync.host.interrupts import REST_S, left
 from trinity_sync.host.logs import story
@@ -281,7 +281,7 @@ class ExplorerPool:
     def _replace(self, death: Exception) -> None:
         assert isinstance(death, MemberDied)
         if not self._may_restart():
-            raise RunError(
+            raise ProcessLost(
                 f"{death}. See logs/{death.who}.log. Set explorer.max_restarts above 0 to have explorers restarted"
             ) from death
         self._on_fault(death.who, str(death))

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from trinity_sync.actors.calls import MemberDied
 from trinity_sync.actors.explorer_client import LOAD_TRIES, Beside, LoadFailed, LoadReport, Produced
-from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.errors import ProcessLost, RunError, WaitTimeout
 from trinity_sync.explorer.pool import ExplorerPool
 from trinity_sync.host import interrupts
 from trinity_sync.protocol.versions import Version
@@ -434,7 +434,8 @@ class FreeRollout:
         if left:
             self._report(name, f"{why}; the run goes on with {', '.join(left)}. {hint}")
         elif not restarting:
-            self.fail(RunError(f"{why}, and no other explorer is left. {hint}"))
+            kind = ProcessLost if isinstance(why, ProcessLost) else RunError
+            self.fail(kind(f"{why}, and no other explorer is left. {hint}"))
         return False
 
     def _report(self, name: str, error: str) -> None:

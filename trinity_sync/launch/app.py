@@ -212,7 +212,7 @@ def _launch(cfg: RunConfig, run_dir: Path, *, saved_by_hydra: bool = True) -> in
     used = used.updated(places)  # as `trinity-sync resume` does, see `config.invocation`
     used = used.updated(pattern_files(used.composed))
     used.check()
-    from trinity_sync.launch import launcher
+    from trinity_sync.launch import healing, launcher
 
     if (rate := used.rate_text()) is not None:
         print(rate)
@@ -222,7 +222,7 @@ def _launch(cfg: RunConfig, run_dir: Path, *, saved_by_hydra: bool = True) -> in
         return DONE
     saved = saved_by_hydra and resume is None and not _session.rerun
     settings = partial(settings_files, run_dir, cfg, started_in=started_in, saved_by_hydra=saved)
-    return launcher.run(used, run_dir, resume=resume, until=_session.until, settings=settings)
+    return healing.run(used, run_dir, started_in=started_in, resume=resume, until=_session.until, settings=settings)
 
 
 def _objective(run_dir: Path) -> float:

@@ -59,6 +59,7 @@ from trinity_sync.weights.lora import ALL_LINEAR, CONFIG_FILE
 from trinity_sync.weights.slots import remove_stale
 
 if TYPE_CHECKING:
+    from trinity_sync.launch.healing import Healing
     from trinity_sync.tracking.live import Mode
 
 _MONITOR_LIMIT_S = 30.0
@@ -75,9 +76,10 @@ def run(
     until: int | None = None,
     job: type[Job] | None = None,
     settings: Callable[[RunConfig], AbstractContextManager[None]] | None = None,
+    healing: Healing | None = None,
 ) -> int:
-    """Do one run, from start to end. `settings`: saves the settings that it is called with. Returns the exit code: 0
-    done, 130 interrupted.
+    """Do one attempt of a run, from start to end. `settings`: saves the settings that it is called with. `healing`:
+    decides whether another attempt follows a failure, in this process. Returns the exit code: 0 done, 130 interrupted.
     """
     cfg = config.settings
     threads = _threads()
@@ -118,7 +120,7 @@ def run(
         last_step = min(cfg.trainer.steps, max(until or cfg.trainer.steps, start.step + 1))
         if resume is None:
             stack.enter_context(saving)
-        recorder = _recorder(config, folder, start, owner, threads, last_step, looked.trackers)
+        recorder = _recorder(config, folder, start, owner, threads, last_step, looked.trackers, healing)
         marks.pop_all()  # the run has begun: its marks stay
         try:
             stack.enter_context(last_words(partial(recorder.finish, "interrupted")))
@@ -142,6 +144,10 @@ def run(
                     _run(job or Job, config, prepared, threads)
         except KeyboardInterrupt:
             return 130
+        except Exception as error:
+            if healing is not None and healing.heals(error):
+                folder.pass_on()
+            raise
     return 0
 
 
@@ -215,10 +221,12 @@ def _recorder(
     threads: int,
     last_step: int,
     trackers: Sequence[Tracker],
+    healing: Healing | None,
 ) -> Recorder:
     from trinity_sync.report import write_report
 
     cfg = config.settings
+
     on_cpus = cfg.cluster.address is None and accelerator_count() == 0  # as far as is known before Ray starts
     return Recorder.start(
         folder,
@@ -239,6 +247,8 @@ def _recorder(
         report=write_report,
         resume=resume_command,
         checkpoints=start.checkpoints.absolute(),
+        goes_on=None if healing is None else partial(healing.goes_on, folder, start, last_step),
+        healed=None if healing is None else healing.event(start.step),
     )
 
 

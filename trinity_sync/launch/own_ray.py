@@ -92,7 +92,9 @@ class OwnRay:
         return ray.is_initialized() and all(map(lives, self.base))
 
     def clear(self) -> bool:
-        """End everything that a run has left in it; return whether nothing is left."""
+        """End everything that a run has left in it; return whether nothing is left and Ray works."""
+        if not self.lives():
+            return False
         import ray
         from ray._private.state import state
         from ray._private.worker import global_worker
@@ -131,10 +133,18 @@ def own_ray(
     request = _RayRequest(settings, dict(env), forked, inherited, Path.cwd())
     keeper = _keepers[-1] if _keepers else None
     ray = (keeper.take(request, cpus) if keeper else None) or _start_own(request, cpus, options)
-    try:
-        yield ray.folder
-        if keeper is not None and _cleared(ray):
+
+    def keep(error: Exception | None) -> None:
+        if keeper is not None and keeper.after(error) and _cleared(ray):
             keeper.ray = ray
+
+    try:
+        try:
+            yield ray.folder
+        except Exception as error:
+            keep(error)
+            raise
+        keep(None)
     finally:
         if keeper is None or keeper.ray is not ray:
             with shielded():
@@ -142,11 +152,17 @@ def own_ray(
 
 
 @contextlib.contextmanager
-def ray_kept() -> Iterator[None]:
-    """Keep the local Ray after a successful run for the next run of this program: the next job of a sweep. SIGTERM
-    interrupts, as in a run.
+def ray_kept(after: Callable[[Exception | None], bool] = lambda error: error is None) -> Iterator[None]:
+    """Keep the local Ray after a run for the next run of this program: the next job of a sweep, or the next attempt.
+    `after`: tells by the error of a run, None if it has succeeded, whether there is a next one; in an outer block, one
+    of both has to. SIGTERM interrupts, as in a run.
     """
-    keeper = _Keeper()
+    if _keepers:
+        outer = _keepers[-1].after
+        with replaced(_keepers[-1], after=lambda error: outer(error) or after(error)):
+            yield
+        return
+    keeper = _Keeper(after)
     with interruptible():
         _keepers.append(keeper)
         try:
@@ -160,6 +176,7 @@ def ray_kept() -> Iterator[None]:
 class _Keeper:
     """Holds the kept Ray, if there is one."""
 
+    after: Callable[[Exception | None], bool]
     ray: OwnRay | None = field(default=None)
 
     def take(self, request: _RayRequest, cpus: int) -> OwnRay | None:

@@ -12,7 +12,16 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.host.masking import masked_override
 from trinity_sync.host.references import model_name, read_shown, read_started_in, read_written, setting_of, task_name
 from trinity_sync.tracking import json_lines
-from trinity_sync.tracking.events import E, Event, FaultEvent, RowsEvent, event_step, events_of, stream_events
+from trinity_sync.tracking.events import (
+    E,
+    Event,
+    FaultEvent,
+    HealEvent,
+    RowsEvent,
+    event_step,
+    events_of,
+    stream_events,
+)
 from trinity_sync.tracking.json_lines import Packed, Record
 from trinity_sync.tracking.run_record import RunJson, lock_owner, read_record, recorded_checkpoints
 from trinity_sync.tracking.summary import Summary, is_late, put_to_steps, summarise, wall_seconds
@@ -242,9 +251,10 @@ def _are_spans(spans: object) -> bool:
 
 
 def _read_events(path: Path) -> Sequence[Event]:
-    """Read the events that a report needs: faults, counts of rows, and events of a step or of a version."""
+    """Read the events that a report needs: faults, healings, counts of rows, and events of a step or of a version."""
     events = stream_events(path)
-    return Packed(event for event in events if isinstance(event, FaultEvent | RowsEvent) or _is_step(event_step(event)))
+    kept = FaultEvent | HealEvent | RowsEvent
+    return Packed(event for event in events if isinstance(event, kept) or _is_step(event_step(event)))
 
 
 def _is_step(step: int | None) -> bool:

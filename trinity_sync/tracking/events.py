@@ -200,6 +200,18 @@ class FaultEvent(Event):
 
 
 @dataclass(frozen=True, kw_only=True)
+class HealEvent(Event):
+    """A run that lost a process has done its next step by itself: what `died`, the step it went back to, how many steps
+    were `lost` (and done again), and the time from the first death to the end of the next step.
+    """
+
+    died: str
+    resumed_from: int
+    lost: int
+    total_s: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
 class OtherEvent(Event):
     """An event of a newer release, or a damaged one; its fields are in `extra`."""
 
@@ -225,6 +237,7 @@ EVENTS: Mapping[str, type[Event]] = {
     "prune": PruneEvent,
     "mirror": MirrorEvent,
     "fault": FaultEvent,
+    "heal": HealEvent,
 }
 _NAMES = {kind: name for name, kind in EVENTS.items()}
 _COMMON = {one.name for one in fields(Event)}

@@ -29,7 +29,8 @@ from rich.text import Text
 
 from trinity_sync.tracking import units
 from trinity_sync.tracking.console import PlainConsole
-from trinity_sync.tracking.events import FaultEvent, LogLine, PhaseEvent
+from trinity_sync.tracking.events import FaultEvent, HealEvent, LogLine, PhaseEvent
+from trinity_sync.tracking.run_end import healed_text
 from trinity_sync.tracking.run_state import RunState
 
 logger = logging.getLogger(__name__)
@@ -126,6 +127,8 @@ class LiveView:
                     self._say(line.what)
                 case FaultEvent():
                     self._say_fault()
+                case HealEvent():
+                    self._say(healed_text(line))
                 case Mapping() if self._state.stepped != step and self.mode == "line" and self._is_time_to_speak(now):
                     self._say_step(now)
         self._repaint()
@@ -306,7 +309,7 @@ _SHOWN_VERSIONS = 3
 _FAULT_LINES = 3
 _SAMPLED = 256  # values of a run behind one character of a curve
 _DRAWN = (32, 24, 16, 8)
-_LEAST_FIRST = ("now", "sync", "queue", "save", "rate", "reward", "versions", "faults")
+_LEAST_FIRST = ("now", "sync", "queue", "save", "rate", "reward", "versions", "healed", "faults")
 """The order in which a low terminal drops rows."""
 
 UNICODE_RAMP = "▁▂▃▄▅▆▇█"
@@ -484,6 +487,9 @@ def _step_rows(state: RunState, now: float, unicode: bool) -> Iterator[LiveRow]:
         yield LiveRow(label="queue", cells=queue)
     if state.fault is not None:
         yield _faults(state, now)
+    if state.healed is not None:
+        cells = [units.plural(state.heals, "time"), *healed_text(state.healed).split(", "), one_line(state.healed.died)]
+        yield LiveRow(label="healed", cells=cells, most=1 + _FAULT_LINES)
     if state.busy is not None:
         yield LiveRow(label="now", cells=[one_line(state.busy)])
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import TracebackType
 
 from rich.console import Console, RenderableType
+from rich.text import Text
 
 from trinity_sync.errors import RunError, TrinityError
 from trinity_sync.host.hardware import peak_rss
@@ -22,11 +23,13 @@ from trinity_sync.host.interrupts import shielded
 from trinity_sync.host.logs import flush_logs, log_failure, story
 from trinity_sync.host.masking import without_hidden
 from trinity_sync.host.origin import error_text, origin
+from trinity_sync.host.terminal import printable
 from trinity_sync.tracking import json_lines, run_end
 from trinity_sync.tracking.events import (
     CommitEvent,
     Event,
     FaultEvent,
+    HealEvent,
     PhaseEvent,
     PublishEvent,
     SaveEvent,
@@ -45,6 +48,9 @@ from trinity_sync.tracking.tracker_feed import Trackers
 from trinity_sync.tracking.trackers import TrackedRun, Tracker
 
 logger = logging.getLogger(__name__)
+
+GoesOn = Callable[[BaseException, int], str | None]
+"""Returns a sentence if another attempt follows one that an error has ended; see `Recorder.start`."""
 
 
 class Recorder:
@@ -72,6 +78,8 @@ class Recorder:
         resume: run_end.ResumeCommand | None,
         checkpoints: Path | None,
         clock: Callable[[], float],
+        goes_on: GoesOn | None,
+        healed: HealEvent | None,
     ) -> None:
         self.folder, self.attempt, self.view = folder, record.attempt, view
         self._record, self._trackers, self._report, self._resume = record, trackers, report, resume
@@ -79,6 +87,7 @@ class Recorder:
         self._metrics = json_lines.JsonlWriter(folder.metrics)
         self._events = json_lines.JsonlWriter(folder.events)
         self._samples = json_lines.JsonlWriter(folder.samples)
+        self._goes_on, self._healed = goes_on, healed
         self._lock = threading.Lock()
         self._finished = False
         self._late: list[Event] = []
@@ -108,10 +117,14 @@ class Recorder:
         checkpoints: Path | None = None,
         console: Console | None = None,
         clock: Callable[[], float] = time.time,
+        goes_on: GoesOn | None = None,
+        healed: HealEvent | None = None,
     ) -> Recorder:
         """Open the record of an attempt: start the trackers, cut abandoned lines, write run.json, show the view.
         `command`, `seed`, `config_digest`, `threads`, `reproducible`, `id`, `places`: for run.json, see `RunRecord`.
-        `clock`: returns Unix seconds.
+        `clock`: returns Unix seconds. `goes_on`: asked after a failure whether another attempt follows in this process,
+        with its number; its answer replaces the summary. `healed`: recorded with the first step, its time that of the
+        failure before.
         """
         if folder.resumed and resumed_from is None:
             raise ValueError("a resume needs the step it starts from")
@@ -155,6 +168,8 @@ class Recorder:
                 resume=resume,
                 checkpoints=checkpoints,
                 clock=clock,
+                goes_on=goes_on,
+                healed=healed,
             )
         except BaseException:
             started.close("failed")
@@ -184,6 +199,10 @@ class Recorder:
         story.info("%s", run_end.step_text(int(step), numbers))
         self._trackers.log(int(step), numbers)
         self.view.take(line)
+        healed = self._healed
+        if healed is not None and step > healed.resumed_from:
+            self._healed = None
+            self.event(replace(healed, total_s=self._clock() - (healed.time or 0.0)))
 
     def samples(self, step: int, lines: Sequence[Mapping[str, object]]) -> None:
         """Record the lines of a step in samples.jsonl; if the disk refuses them, the run goes on."""
@@ -210,12 +229,20 @@ class Recorder:
         trace = None if found is None else without_hidden(found.traceback)
         self.event(FaultEvent(where=where, error=without_hidden(text), traceback=trace))
 
-    def finish(self, status: Status, error: str | None = None, peak_memory: Mapping[str, int] | None = None) -> None:
+    def finish(
+        self,
+        status: Status,
+        error: str | None = None,
+        peak_memory: Mapping[str, int] | None = None,
+        *,
+        next_attempt: str | None = None,
+    ) -> None:
         """End the record: write run.json, summary.json and the report, and print the summary.
 
         Every part is tried even if another one fails. A second call does nothing.
 
-        `peak_memory`: bytes by role; the driver's own is added.
+        `peak_memory`: bytes by role; the driver's own is added. `next_attempt`: printed in place of the summary, as the
+        run goes on.
         """
         error = error and without_hidden(error)
         with self._lock:
@@ -248,10 +275,14 @@ class Recorder:
         if self._late:
             attempt(self._add_late)
             attempt(conclude)
-        self._write_report()
         story.info("%s", run_end.ending_text(status, error, summary))
+        if next_attempt is not None:
+            story.warning("%s", next_attempt)
+            self._print(Text(printable(f"{status}: {error}; {next_attempt}", keep="\n"), style="yellow"))
+        else:
+            self._write_report()
         flush_logs()
-        if summary is not None:
+        if summary is not None and next_attempt is None:
             folder, total = self.folder.path, self._total
             self._print(run_end.render_summary(summary, folder, total_steps=total, error=error, resume=self._resume))
         if refused:
@@ -291,7 +322,8 @@ class Recorder:
             log_failure("the run", error)
         try:
             with shielded():
-                self.finish(status, None if status == "interrupted" else text, peak_memory)
+                then = self._goes_on(error, self.attempt) if status == "failed" and self._goes_on is not None else None
+                self.finish(status, None if status == "interrupted" else text, peak_memory, next_attempt=then)
         except RunError as problem:
             # The exception being raised is the first cause.
             logger.error("the end of the run is not fully recorded: %s", problem)

@@ -261,8 +261,18 @@ def event_text(event: events.Event) -> str:
             return f"checkpoint of step {event.step} started"
         case events.FaultEvent():
             return f"fault in {event.where}: {event.error}" + (f"\n{event.traceback}" if event.traceback else "")
+        case events.HealEvent():
+            return f"{healed_text(event)}: {event.died}"
     figures = ", ".join(f"{key}={value}" for key, value in events.event_fields(event).items())
     return f"{events.event_name(event)}: {figures}"
+
+
+def healed_text(event: events.HealEvent) -> str:
+    """Describe how a run went on by itself."""
+    return (
+        f"went on after step {event.resumed_from}, {units.plural(event.lost, 'step')} done again, "
+        f"{units.seconds(event.total_s)} to the next step"
+    )
 
 
 def step_text(step: int, values: Mapping[str, object]) -> str:

@@ -428,6 +428,12 @@ class RunFolder:
                 os.ftruncate(lock, 0)
             os.close(lock)
 
+    def pass_on(self) -> None:
+        """Leave the folder locked for the next `open` of this process, or until `unlock_run_folder`."""
+        lock, self._lock = self._lock, None
+        if lock is not None:
+            _locks[self.path.resolve()] = lock
+
     def __enter__(self) -> RunFolder:
         return self
 

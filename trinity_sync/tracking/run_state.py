@@ -48,6 +48,7 @@ class RunState:
         held: explorer -> step of its version.
         saving: the step whose checkpoint is being written.
         faults, fault: the attempt's number of faults, and the newest.
+        heals, healed: how often the run went on by itself after a death, and the last time.
         dropped: samples dropped as too stale in the attempt.
     """
 
@@ -61,6 +62,8 @@ class RunState:
         self.metrics: Record = {}
         self.committed: events.CommitEvent | None = None
         self.committed_at = 0.0
+        self.heals = 0
+        self.healed: events.HealEvent | None = None
         self.begin(0, began)
 
     def begin(self, attempt: int, at: float) -> None:
@@ -126,6 +129,9 @@ class RunState:
             case events.FaultEvent():
                 self.faults += 1
                 self.fault = Fault(where=event.where, error=event.error, at=at)
+            case events.HealEvent():
+                self.heals += 1
+                self.healed = event
 
     @property
     def newest(self) -> int | None:

@@ -26,7 +26,7 @@ from trinity_sync.actors.rank_client import RankClient
 from trinity_sync.actors.synchronizer_client import SynchronizerClient
 from trinity_sync.checkpoint.folder.commits import keep_weights
 from trinity_sync.checkpoint.folder.contents import TRAINER_STATE, file_entry
-from trinity_sync.errors import RunError, TrinityError, WaitTimeout
+from trinity_sync.errors import ProcessLost, RunError, TrinityError, WaitTimeout
 from trinity_sync.host.interrupts import REST_S, left
 from trinity_sync.protocol.parts import CommitMeta, FileEntry, Kind
 from trinity_sync.protocol.versions import Version
@@ -281,7 +281,8 @@ class FullSaves:
         newest = max(self._failed, default=-1)
         if newest > self._succeeded:
             error = self._failed[newest]
-            raise RunError(f"the newest checkpoint could not be saved: {error}") from error
+            lost = any(isinstance(one, ProcessLost) for one in (error, error.__cause__))
+            raise (ProcessLost if lost else RunError)(f"the newest checkpoint could not be saved: {error}") from error
 
 
 def driver_state(folder: Path, name: str) -> Mapping[str, object] | None:

@@ -1,0 +1,249 @@
+"""Which failures a run goes on after by itself, how often, and what is told of them."""
+
+from __future__ import annotations
+
+import contextlib
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from trinity_sync import config
+from trinity_sync.actors.explorer_client import EngineDied, LoadFailed
+from trinity_sync.actors.pending import MemberDied, Unanswered
+from trinity_sync.config import RunConfig
+from trinity_sync.errors import ConfigError, ProcessLost, RunError, WaitTimeout
+from trinity_sync.host.origin import Origin, give_origin
+from trinity_sync.launch import healing, launcher
+from trinity_sync.launch.healing import Healing, Reached
+from trinity_sync.launch.start import Resume
+from trinity_sync.tracking.run_record import RunFolder, lock_owner
+
+LAST = 20
+DEATH = MemberDied("trainer rank 1", "train step 7")
+
+
+class Clock:
+    now = 1000.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock() -> Clock:
+    return Clock()
+
+
+def a_healing(clock: Clock, most: int = 3) -> Healing:
+    return Healing(most, 100.0, 25.0, clock)
+
+
+def at(step: int, began: int = 0, committed: int = 0, attempt: int = 0) -> Reached:
+    return Reached(attempt=attempt, began=began, step=step, committed=committed, last=LAST)
+
+
+def by_user(error: Exception) -> Exception:
+    give_origin(error, Origin("/home/me/my_monitor.py:3", "Traceback of theirs"))
+    return error
+
+
+@pytest.mark.parametrize(
+    ("error", "goes_on"),
+    [
+        (DEATH, True),
+        (EngineDied("worker 0 has died"), True),
+        (WaitTimeout("the synchronizer", "answer", 5), True),
+        (Unanswered("trainer rank 0 could not train (no answer from trainer rank 1)", 25.0), True),
+        (Unanswered("trainer rank 0 could not train (no answer from trainer rank 1)", 1.0), False),
+        (ProcessLost("explorer-0 died, and no other explorer is left"), True),
+        (LoadFailed("version 3 is damaged"), False),
+        (RunError("the reward function failed"), False),
+        (RunError("the newest checkpoint could not be saved: No space left on device"), False),
+        (ConfigError("no such key"), False),
+        (AssertionError("of an algorithm"), False),
+        (by_user(MemberDied("the checkpoint monitor", "begin step 4")), False),
+        (by_user(WaitTimeout("the reward", "answer", 5)), False),
+    ],
+    ids=lambda value: value if isinstance(value, bool) else type(value).__name__,
+)
+def test_a_run_goes_on_after_a_death_or_a_timeout_and_nothing_else(
+    clock: Clock, error: Exception, goes_on: bool
+) -> None:
+    judged = a_healing(clock)
+    assert (judged.judge(error, at(7)) is not None) is goes_on
+    assert judged.heals(error) is goes_on
+    assert not judged.heals(RunError("another one"))
+
+
+def test_a_death_before_the_first_step_is_healed_but_a_timeout_is_not(clock: Clock) -> None:
+    assert a_healing(clock).judge(DEATH, at(0)) is not None
+    assert a_healing(clock).judge(WaitTimeout("Ray", "find a node", 5), at(0)) is None
+
+
+def test_a_timeout_while_it_heals_counts_as_another_death(clock: Clock) -> None:
+    judged = a_healing(clock)
+    assert judged.judge(DEATH, at(7)) is not None
+    assert judged.judge(WaitTimeout("trainer rank 0", "build its engine", 5), at(4, began=4, attempt=1)) is not None
+
+
+def test_a_run_whose_last_checkpoint_is_committed_has_nothing_to_go_on_with(clock: Clock) -> None:
+    assert a_healing(clock).judge(DEATH, at(LAST, committed=LAST)) is None
+    assert a_healing(clock).judge(DEATH, at(LAST, committed=LAST - 2)) is not None
+
+
+def test_restarts_count_within_the_window(clock: Clock) -> None:
+    judged = a_healing(clock, most=2)
+    told = []
+    for seconds in (0, 60, 50, 10):
+        clock.now += seconds
+        told.append(judged.judge(DEATH, at(7)))
+    assert [text and text.partition("(")[2].partition(" within")[0] for text in told] == [
+        "restart 1 of 2",
+        "restart 2 of 2",
+        "restart 2 of 2",  # the first was 110 s ago
+        None,
+    ]
+
+
+def test_the_error_of_a_run_with_no_restart_left_tells_each_attempt(clock: Clock) -> None:
+    judged = a_healing(clock, most=1)
+    judged.judge(DEATH, at(7))
+    last = MemberDied("the synchronizer", "commit version 9")
+    judged.judge(last, at(9, began=4, attempt=1))
+    assert judged.story(last) == (
+        "the synchronizer died before it could commit version 9. The restarts are used up (trainer.max_restarts=1 "
+        "within trainer.restart_window_s=100); before that, attempt 0: trainer rank 1 died before it could train step 7"
+    )
+
+
+def test_the_error_of_a_user_after_a_restart_is_told_as_it_is(clock: Clock) -> None:
+    judged = a_healing(clock)
+    judged.judge(DEATH, at(7))
+    assert judged.story(RunError("the reward function failed")) is None
+
+
+def test_a_death_that_cannot_be_healed_at_once_is_told_as_it_is(clock: Clock) -> None:
+    judged = a_healing(clock)
+    assert judged.judge(DEATH, at(LAST, committed=LAST)) is None
+    assert judged.story(DEATH) is None
+
+
+def test_memory_that_runs_out_twice_at_a_step_ends_the_run(clock: Clock) -> None:
+    def full() -> MemberDied:
+        return MemberDied("explorer-0", "generate for step 8", of_memory=True)
+
+    judged = a_healing(clock)
+    assert judged.judge(full(), at(7)) is not None
+    assert judged.judge(full(), at(9, began=4)) is not None
+    assert judged.judge(full(), at(9, began=8)) is None
+
+
+def test_a_death_keeps_its_fields_on_the_way_between_processes() -> None:
+    death = pickle.loads(pickle.dumps(MemberDied("a", "b", "c", True)))
+    assert (death.who, death.what, death.why, death.of_memory) == ("a", "b", "c", True)
+    silent = pickle.loads(pickle.dumps(Unanswered("a did not", 3.0)))
+    assert (str(silent), silent.seconds) == ("a did not", 3.0)
+
+
+def test_the_event_of_a_healing_tells_all_deaths_since_the_last_step(clock: Clock) -> None:
+    judged = a_healing(clock)
+    assert judged.event(0) is None
+    judged.judge(DEATH, at(7))
+    clock.now += 5
+    judged.judge(MemberDied("explorer-0", "start"), at(4, began=4, attempt=1))
+    event = judged.event(4)
+    assert event is not None
+    died = "trainer rank 1 died before it could train step 7; then explorer-0 died before it could start"
+    assert (event.died, event.resumed_from, event.lost, event.time) == (died, 4, 3, 1000.0)
+    judged.judge(MemberDied("explorer-0", "load version 9"), at(9, began=4, attempt=2))
+    event = judged.event(8)
+    assert event is not None
+    assert (event.died, event.lost) == ("explorer-0 died before it could load version 9", 1)
+
+
+def test_what_a_resume_was_asked_holds_until_it_has_done_a_step(clock: Clock) -> None:
+    judged, asked = a_healing(clock), Resume(from_scratch=True, skip_unreadable=True, given=frozenset({"sync.store"}))
+    judged.judge(DEATH, at(4, began=4))
+    assert judged.next(asked) == asked
+    judged.judge(DEATH, at(5, began=0))
+    assert judged.next(asked) == Resume(given=frozenset({"sync.store"}))
+    assert not judged.heals(DEATH)
+
+
+# -- the attempts of a run
+
+
+class Attempts:
+    """In place of `launcher.run`: each attempt does three steps and ends as given."""
+
+    def __init__(self, *ends: object) -> None:
+        self.ends, self.seen = list(ends), list[dict[str, Any]]()
+
+    def run(self, cfg: RunConfig, folder: Path, *, healing: Healing, **given: Any) -> int:
+        self.seen.append({"cfg": cfg, **given})
+        end, began = self.ends.pop(0), 2 * len(self.seen)
+        if given["settings"] is not None:
+            given["settings"](cfg.updated({"trainer.steps": LAST}))
+        with RunFolder.open(folder, resume=False) as held:
+            if not isinstance(end, BaseException):
+                assert isinstance(end, int)
+                return end
+            if isinstance(end, Exception):
+                healing.judge(end, at(began + 3, began=began, attempt=len(self.seen) - 1))
+                if healing.heals(end):
+                    held.pass_on()
+            raise end
+
+
+@pytest.fixture
+def attempts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
+    def run(*ends: object, most: int = 3) -> tuple[int, Attempts]:
+        made = Attempts(*ends)
+        monkeypatch.setattr(launcher, "run", made.run)
+        cfg = RunConfig(config.compose([f"trainer.max_restarts={most}", "trainer.total_epochs=1"]))
+        saved: list[RunConfig] = []
+
+        def settings(counted: RunConfig) -> contextlib.AbstractContextManager[None]:
+            saved.append(counted)
+            return contextlib.nullcontext()
+
+        code = healing.run(cfg, tmp_path, started_in=tmp_path, resume=None, until=9, settings=settings)
+        assert len(saved) == 1
+        return code, made
+
+    yield run
+    assert lock_owner(tmp_path) is None
+
+
+def test_the_next_attempt_resumes_with_the_settings_of_the_first(attempts: Any, tmp_path: Path) -> None:
+    code, made = attempts(DEATH, MemberDied("the synchronizer", "commit"), 0)
+    assert code == 0
+    assert [one["resume"] for one in made.seen] == [None, *[Resume(started_in=tmp_path)] * 2]
+    assert [one["cfg"].settings.trainer.steps for one in made.seen[1:]] == [LAST, LAST]
+    assert [one["settings"] is None for one in made.seen] == [False, True, True]
+    assert {one["until"] for one in made.seen} == {9}
+
+
+def test_without_restarts_a_death_ends_the_run_as_it_is(attempts: Any) -> None:
+    with pytest.raises(MemberDied):
+        attempts(DEATH, most=0)
+
+
+def test_an_interrupt_is_no_death(attempts: Any) -> None:
+    assert attempts(DEATH, 130)[0] == 130
+    with pytest.raises(KeyboardInterrupt):
+        attempts(DEATH, KeyboardInterrupt())
+
+
+def test_an_attempt_that_cannot_resume_ends_the_run_as_a_failure_with_what_came_before(attempts: Any) -> None:
+    told = "^attempt 0: trainer rank 1 died .* step 7. The run cannot go on: step 4 cannot be read$"
+    with pytest.raises(RunError, match=told):
+        attempts(DEATH, ConfigError("step 4 cannot be read"))
+
+
+def test_restarts_do_not_change_the_digest_of_the_settings() -> None:
+    digests = {RunConfig(config.compose([f"trainer.max_restarts={most}"])).digest for most in (0, 5)}
+    assert len(digests) == 1

@@ -1,0 +1,177 @@
+"""Continues a run that has lost a process as its next attempt, in the same program (`trainer.max_restarts`). Each
+attempt is a resume (`launcher.run`); the local Ray stays where it still works.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from trinity_sync.actors.pending import MemberDied, Unanswered
+from trinity_sync.config import Config, RunConfig
+from trinity_sync.errors import ConfigError, ProcessLost, RunError, TrinityError, WaitTimeout
+from trinity_sync.host.interrupts import failing_of_it
+from trinity_sync.host.origin import origin
+from trinity_sync.launch.own_ray import ray_kept
+from trinity_sync.launch.start import Resume, Start, committed_steps
+from trinity_sync.tracking.events import HealEvent
+from trinity_sync.tracking.json_lines import metrics_step, read_last
+from trinity_sync.tracking.run_record import RunFolder, unlock_run_folder
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reached:
+    """How far an attempt came before it failed."""
+
+    attempt: int
+    began: int  # the step after which it started
+    step: int  # the last one that is recorded
+    committed: int  # step of the newest full checkpoint; 0: there is none
+    last: int  # the last one that it planned
+
+    @classmethod
+    def of(cls, folder: RunFolder, start: Start, *, attempt: int, last: int) -> Reached:
+        """Read it from the record of the run."""
+        steps = [step for line in read_last(folder.metrics, 1) if (step := metrics_step(line)) is not None]
+        committed = max(committed_steps(folder.events, start.checkpoints), default=0)
+        return cls(attempt=attempt, began=start.step, step=max([start.step, *steps]), committed=committed, last=last)
+
+
+class Healing:
+    """Decides by the type of an error whether a run goes on after it, and counts the restarts.
+
+    Args:
+        most: restarts within `window_s` seconds.
+        silent_s: time after which ranks give up one that does not answer (`backend.timeout_s`), seconds.
+        clock: returns Unix seconds.
+    """
+
+    def __init__(self, most: int, window_s: float, silent_s: float, clock: Callable[[], float] = time.time) -> None:
+        self._most, self._window_s, self._silent_s, self._clock = most, window_s, silent_s, clock
+        self._restarts: list[float] = []
+        self._story: list[str] = []
+        self._judged: BaseException | None = None
+        self._heals = False
+        self._used_up = False
+        self._worked = False  # an attempt has done a step
+        self._no_memory_at: int | None = None  # the step at which memory ran out last
+        # since the last step: the deaths, when the first of them was, and after which step
+        self._died: list[str] = []
+        self._since, self._step = 0.0, 0
+        self._did_step = False  # the last attempt
+
+    @classmethod
+    def of(cls, cfg: Config) -> Healing:
+        """Make that of a run."""
+        return cls(cfg.trainer.max_restarts, cfg.trainer.restart_window_s, cfg.backend.timeout_s)
+
+    def goes_on(self, folder: RunFolder, start: Start, last: int, error: BaseException, attempt: int) -> str | None:
+        """As `judge`; a record that cannot be read ends the run."""
+        try:
+            return self.judge(error, Reached.of(folder, start, attempt=attempt, last=last))
+        except (TrinityError, OSError):
+            return None
+
+    def judge(self, error: BaseException, reached: Reached) -> str | None:
+        """Decide whether the run goes on after an error that ends an attempt. Returns what to tell the user then, None:
+        the run ends.
+        """
+        now, self._judged, self._heals = self._clock(), error, False
+        self._did_step = reached.step > reached.began
+        self._worked |= self._did_step
+        if self._did_step or not self._died:
+            self._died, self._since, self._step = [], now, reached.step
+        self._died.append(str(error))
+        self._story.append(f"attempt {reached.attempt}: {error}")
+        no_memory_at = reached.step if isinstance(error, MemberDied) and error.of_memory else None
+        again, self._no_memory_at = no_memory_at is not None and no_memory_at == self._no_memory_at, no_memory_at
+        if again or not self._is_lost(error) or reached.committed >= reached.last:
+            return None
+        self._restarts = [at for at in self._restarts if now - at < self._window_s]
+        if len(self._restarts) >= self._most:
+            self._used_up = True
+            return None
+        self._restarts.append(now)
+        self._heals = True
+        count = f"restart {len(self._restarts)} of {self._most} within {self._window_s:g} s"
+        return f"the run goes on from its newest checkpoint ({count}, trainer.max_restarts)"
+
+    def _is_lost(self, error: BaseException) -> bool:
+        """Return whether a process has died or hangs, and not by the user's own code or settings."""
+        if origin(error) is not None:
+            return False
+        if isinstance(error, Unanswered):
+            return self._worked and error.seconds >= self._silent_s
+        # what does not come up in time at the first start may never do, as with too few processors
+        return isinstance(error, ProcessLost) and (self._worked or not isinstance(error, WaitTimeout))
+
+    def heals(self, error: BaseException | None) -> bool:
+        """Return whether the run goes on after this error, as judged."""
+        return self._heals and error is not None and error is self._judged
+
+    def story(self, error: Exception) -> str | None:
+        """Return the text of the error that ends the run, with what came before; None: its own says all."""
+        earlier = self._story[:-1] if error is self._judged else self._story
+        if not earlier or not (self._used_up or isinstance(error, ConfigError)):
+            return None
+        if not self._used_up:
+            return f"{'; '.join(earlier)}. The run cannot go on: {error}"
+        limit = f"trainer.max_restarts={self._most} within trainer.restart_window_s={self._window_s:g}"
+        return f"{error}. The restarts are used up ({limit}); before that, {'; '.join(earlier)}"
+
+    def next(self, resume: Resume) -> Resume:
+        """Return how the next attempt resumes, after one that was started by `resume`."""
+        self._judged = None  # it refers to all that the attempt has used
+        # an attempt with a step has gone back to where it was asked to
+        return replace(resume, from_scratch=False, skip_unreadable=False) if self._did_step else resume
+
+    def event(self, step: int) -> HealEvent | None:
+        """Return the event for the next step of an attempt that starts after a step; None: nothing has died. Its time
+        is that of the first death.
+        """
+        if not self._died:
+            return None
+        lost = max(0, self._step - step)
+        return HealEvent(time=self._since, died="; then ".join(self._died), resumed_from=step, lost=lost, total_s=None)
+
+
+def run(
+    config: RunConfig,
+    run_dir: Path,
+    *,
+    started_in: Path,
+    resume: Resume | None,
+    until: int | None,
+    settings: Callable[[RunConfig], AbstractContextManager[None]],
+) -> int:
+    """Do a run with all of its attempts; arguments and result as of `launcher.run`. `started_in`: folder of its first
+    start.
+    """
+    from trinity_sync.launch import launcher
+
+    healing, used = Healing.of(config.settings), [config]
+
+    def saved(counted: RunConfig) -> AbstractContextManager[None]:
+        used[0] = counted  # the files of `trainer.total_epochs` may grow: further attempts have the same steps
+        return settings(counted)
+
+    saving: Callable[[RunConfig], AbstractContextManager[None]] | None = saved
+    try:
+        with ray_kept(after=healing.heals):
+            while True:
+                try:
+                    with failing_of_it():
+                        return launcher.run(
+                            used[0], run_dir, resume=resume, until=until, settings=saving, healing=healing
+                        )
+                except Exception as error:
+                    if not healing.heals(error):
+                        if (told := healing.story(error)) is None:
+                            raise
+                        raise RunError(told) from error
+                resume, saving = healing.next(resume or Resume(started_in=started_in)), None
+    finally:
+        unlock_run_folder(run_dir)
