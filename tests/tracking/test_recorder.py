@@ -290,6 +290,7 @@ def test_an_attempt_that_another_one_follows_says_so_in_place_of_the_summary(tmp
     with (
         pytest.raises(RunError),
         synthetic.recording(tmp_path, goes_on=goes_on, report=seen.append) as recorder,
+        recorder.ending({}),
     ):
         raise RunError("trainer rank 1 died")
     assert asked == [("trainer rank 1 died", 0)]

@@ -322,7 +322,8 @@ class Recorder:
             log_failure("the run", error)
         try:
             with shielded():
-                then = self._goes_on(error, self.attempt) if status == "failed" and self._goes_on is not None else None
+                asked = self._goes_on if status == "failed" and not self._finished else None
+                then = None if asked is None else asked(error, self.attempt)
                 self.finish(status, None if status == "interrupted" else text, peak_memory, next_attempt=then)
         except RunError as problem:
             # The exception being raised is the first cause.
