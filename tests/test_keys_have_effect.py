@@ -39,8 +39,10 @@ from trinity_sync.trainer.worker import adapted, divergences
 from trinity_sync.trainer.worker_spec import WorkerSpec, worker_spec
 
 GROUPS = ("trainer", "algorithm", "samples", "task")
-NAMES = ("_target_", "_partial_", "_convert_", "kind", "total_epochs")
-"""Keys that say which class it is, and how it is built; `tests.launch.test_total_epochs` has the last one."""
+NAMES = ("_target_", "_partial_", "_convert_", "kind", "total_epochs", "max_restarts", "restart_window_s")
+"""Keys that say which class it is, and how it is built; `tests.launch` has the last three (`test_total_epochs`,
+`test_healing`).
+"""
 
 FILE = {"prompt": "a", "answer": "1", "response": "b", "question": "c", "solution": "2", "said": "d"}
 CHAT = [{"role": "user", "content": "f"}, {"role": "assistant", "content": "g"}]

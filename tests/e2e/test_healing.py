@@ -31,7 +31,9 @@ def of_bytes(tmp_path_factory: pytest.TempPathFactory) -> Sequence[str]:
 
 @pytest.fixture(scope="module")
 def undisturbed(of_bytes: Sequence[str], tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return launch(tmp_path_factory.mktemp("reference") / "run", *of_bytes, small=False)
+    run = launch(tmp_path_factory.mktemp("reference") / "run", *of_bytes, small=False)
+    assert run.code == 0, run.output
+    return run
 
 
 @pytest.fixture

@@ -108,6 +108,14 @@ def test_restarts_count_within_the_window(clock: Clock) -> None:
     ]
 
 
+def test_number_and_window_are_those_of_the_settings() -> None:
+    cfg = RunConfig(config.compose(["trainer.max_restarts=1", "trainer.restart_window_s=5", "backend.timeout_s=7"]))
+    judged = Healing.of(cfg.settings)
+    told = judged.judge(Unanswered("no answer", 7.0), at(7))
+    assert told is not None
+    assert "restart 1 of 1 within 5 s" in told
+
+
 def test_the_error_of_a_run_with_no_restart_left_tells_each_attempt(clock: Clock) -> None:
     judged = a_healing(clock, most=1)
     judged.judge(DEATH, at(7))
