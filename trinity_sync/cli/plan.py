@@ -226,8 +226,9 @@ def _plan(options: argparse.Namespace) -> int:
         raise ConfigError(f"--changed is {options.changed:g}; give at most 100 percent")
     constants = {**CONSTANTS, **(_measured(options.measured) if options.measured else {})}
     link = options.links * 1e9 / 8 if options.links else math.inf
-    given = Inputs(options.nodes, options.explorers, *_size(options.model), link, options.gpus, options.tp)
-    given = given._replace(ranks=options.ranks, cores=options.cores, changed=options.changed / 100)
+    nbytes, tensors = _size(options.model)
+    given = Inputs(options.nodes, options.explorers, nbytes, tensors, link, options.gpus, options.tp, options.ranks)
+    given = given._replace(cores=options.cores, changed=options.changed / 100)
     given = given._replace(timeout_s=options.timeout_s, min_rate_mbps=options.min_rate_mbps)
     known, found = figures(given, constants), list(transfers(given, constants))
     return _print(known, found, list(_notes(known, found, options)), constants, as_json=options.json)

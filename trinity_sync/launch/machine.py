@@ -183,7 +183,7 @@ def speeds(folder: Path) -> dict[str, float]:
 
         def write() -> None:
             with DigestedFile(Path(name) / "probe", durable=True) as file:
-                file.write(source)
+                file.write(source.data)
                 file.finish()
 
         works: dict[str, Callable[[], object]] = {
@@ -204,7 +204,13 @@ def _through_tcp(source: memoryview, target: memoryview) -> None:
         ThreadPoolExecutor(1) as sending,
     ):
         pieces = [slice(start, start + _PIECE_BYTES) for start in range(0, len(source), _PIECE_BYTES)]
-        sent = sending.submit(lambda: [(xxh3_128_digest(source[at]), sender.sendall(source[at])) for at in pieces])
+
+        def send() -> None:
+            for at in pieces:
+                xxh3_128_digest(source[at])
+                sender.sendall(source[at])
+
+        sent = sending.submit(send)
         for at in pieces:
             receiver.recv_into(target[at], 0, socket.MSG_WAITALL)
             xxh3_128_digest(target[at])
