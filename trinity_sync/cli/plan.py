@@ -245,7 +245,7 @@ def _notes(known: Figures, found: Sequence[PlannedTransfer], options: argparse.N
     seconds = {(one.mode, one.encoding): one.seconds for one in found}
     pays = [mode for mode, kind in seconds if kind == "delta" and seconds[mode, kind] < seconds[mode, "full"]]
     if known["M"]:
-        yield f"deltas pay with sync={' and '.join(pays)}" if pays else "deltas pay in no mode: sync.encoding=full"
+        yield f"deltas pay with sync={', '.join(pays)}" if pays else "deltas pay in no mode: sync.encoding=full"
 
 
 def _print(
@@ -271,10 +271,10 @@ def _print(
         rows.append((one.mode, one.encoding, size(one.nbytes), size(one.moved), *times))
         steps += [(one.mode, one.encoding, step.name, seconds(step.seconds), step.formula) for step in one.steps]
     show = {"B/s": lambda one: f"{size(one)}/s", "s": seconds, "B": size, "": number}
-    print(", ".join(f"{name}={one:.12g}" for name, one in sizes.items()) + "; docs/plan.md has the names\n")
     for head, lines in (
         (("", "encoding", "bytes", "moved", "seconds", "training waits", "longest step"), rows),
         (("", "encoding", "step", "seconds", "formula"), steps),
+        (("size", "", "of"), [(name, f"{sizes[name]:,.0f}", _TABLES["sizes"][name]) for name in sizes]),
         (("memory of", "bytes", "formula"), [(role, size(held[role]), MEMORY[role]) for role in held]),
         (
             ("constant", "value", "source"),
