@@ -14,7 +14,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
 
 from trinity_sync.backends.option import accelerator_count, platform_env
 from trinity_sync.checkpoint.folder import recovery
@@ -50,7 +50,7 @@ from trinity_sync.launch.start import (
 )
 from trinity_sync.models.files import MAX_FILE_BYTES, ModelFiles, check_alone, check_code, check_named
 from trinity_sync.models.tokens import check_vocabulary
-from trinity_sync.tracking.events import RowsEvent
+from trinity_sync.tracking.events import HealEvent, RowsEvent
 from trinity_sync.tracking.recorder import Recorder
 from trinity_sync.tracking.run_record import RunFolder, holds_run, run_id
 from trinity_sync.tracking.trackers import Tracker, build_trackers
@@ -59,13 +59,22 @@ from trinity_sync.weights.lora import ALL_LINEAR, CONFIG_FILE
 from trinity_sync.weights.slots import remove_stale
 
 if TYPE_CHECKING:
-    from trinity_sync.launch.healing import Healing
     from trinity_sync.tracking.live import Mode
 
 _MONITOR_LIMIT_S = 30.0
 """Timeout for the monitor's end. The next run in the folder removes later leftovers."""
 _TIDY_S = 1.0
 """Share of the time after a signal that is reserved for the rest of the clean-up."""
+
+
+class Healer(Protocol):
+    """Decides whether another attempt follows one that has failed; `healing.Healing`."""
+
+    def heals(self, error: BaseException | None) -> bool: ...
+
+    def goes_on(self, folder: RunFolder, start: Start, last: int, error: BaseException, attempt: int) -> str | None: ...
+
+    def event(self, step: int) -> HealEvent | None: ...
 
 
 def run(
@@ -76,7 +85,7 @@ def run(
     until: int | None = None,
     job: type[Job] | None = None,
     settings: Callable[[RunConfig], AbstractContextManager[None]] | None = None,
-    healing: Healing | None = None,
+    healing: Healer | None = None,
 ) -> int:
     """Do one attempt of a run, from start to end. `settings`: saves the settings that it is called with. `healing`:
     decides whether another attempt follows a failure, in this process. Returns the exit code: 0 done, 130 interrupted.
@@ -221,7 +230,7 @@ def _recorder(
     threads: int,
     last_step: int,
     trackers: Sequence[Tracker],
-    healing: Healing | None,
+    healing: Healer | None,
 ) -> Recorder:
     from trinity_sync.report import write_report
 
