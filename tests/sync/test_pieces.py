@@ -496,8 +496,9 @@ def test_after_the_end_no_memory_is_allocated(make_owner: MakeOwner, make_parts:
     assert parts.made == []
 
 
-def test_memory_that_is_allocated_when_the_run_ends_is_given_back(make_owner: MakeOwner, make_parts: MakeParts) -> None:
-    """`make_parts` finds no file at the end."""
+def test_memory_that_is_allocated_when_the_run_ends_is_given_back(
+    make_owner: MakeOwner, make_parts: MakeParts, tmp_path: Path
+) -> None:
     owner = make_owner(random_bytes(5 * PIECE))
     parts = make_parts(Copying(owner.data))
     parts.may_make.clear()
@@ -507,6 +508,14 @@ def test_memory_that_is_allocated_when_the_run_ends_is_given_back(make_owner: Ma
     parts.may_make.set()
     with pytest.raises(GoneError, match="the run ends"):
         begun.result()
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_slots_are_made_once_for_each_size_of_a_part(make_parts: MakeParts) -> None:
+    parts = make_parts()
+    first, again, larger = (parts.reserve(PART, nbytes) for nbytes in (5, 5, 6))
+    assert (again is first, larger is first) == (True, False)
+    assert parts.made == [PART, PART]
 
 
 def test_a_late_request_for_an_older_version_ends_no_newer_one(make_owner: MakeOwner, make_parts: MakeParts) -> None:
