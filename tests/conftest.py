@@ -19,6 +19,7 @@ from xdist.scheduler import LoadFileScheduling
 
 from tests import parts
 from tests.quick_hydra import make_quick
+from trinity_sync import config as _config  # noqa: F401 - it has Hydra compose its way, which is remembered, too
 from trinity_sync.host import masking
 
 # How long an example takes depends on what else the machine does; what hangs is ended by pytest's own limit. Continuous
@@ -65,12 +66,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadFileSche
     return _Scheduling(config, log) if config.getoption("dist") == "loadfile" else None
 
 
+make_quick()  # before the first composition; composing without is `tests/test_quick_hydra.py`'s
+
+
 def pytest_collection_finish() -> None:
-    """Compose as our commands do, and leave alone at each collection of garbage what is imported. Composing without is
-    `tests/test_quick_hydra.py`'s.
-    """
+    """Leave alone at each collection of garbage what is imported."""
     sys.dont_write_bytecode = _DONT_WRITE
-    make_quick()
     gc.collect()
     gc.freeze()
 

@@ -6,6 +6,7 @@ same, in a quarter of the time. Functions inside of both are replaced, with the 
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import io
 import sys
@@ -31,7 +32,8 @@ from hydra.core.default_element import InputDefault, ResultDefault
 from hydra.core.override_parser.types import Override
 from hydra.plugins.config_source import ConfigResult
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf, _utils, base
+from omegaconf import Container, DictConfig, ListConfig, Node, OmegaConf, SCMode, ValueNode, _utils, base
+from omegaconf.basecontainer import BaseContainer
 
 _T = TypeVar("_T")
 
@@ -58,6 +60,8 @@ def make_quick() -> None:
     # Each composition copies its sources, and with them the store, from which it takes copies of what it needs anyway.
     ConfigStore.__deepcopy__ = lambda store, memo: store  # type: ignore[attr-defined]
     base.Metadata.__deepcopy__ = _copied  # type: ignore[attr-defined]
+    DictConfig.__deepcopy__ = _tree_copied(DictConfig.__deepcopy__)  # type: ignore[method-assign]
+    BaseContainer._to_content = staticmethod(_plain_at_once(BaseContainer._to_content))  # type: ignore[assignment]
     base.parse = _utils.parse = lru_cache(_TEXTS)(base.parse)
     reading = _Reading()
     _utils.get_yaml_loader = _remembering(_utils.get_yaml_loader, reading)
@@ -76,6 +80,84 @@ def _copied(of: base.Metadata, memo: dict[int, Any]) -> base.Metadata:
     made.flags = None if of.flags is None else dict(of.flags)
     made.resolver_cache = copy.deepcopy(of.resolver_cache, memo) if of.resolver_cache else defaultdict(dict)
     return made
+
+
+_Copy = Callable[[DictConfig, dict[int, Any]], DictConfig]
+
+
+def _tree_copied(copy_one: _Copy) -> _Copy:
+    """Copy values without making each anew, with its checks."""
+
+    def value_copied(node: ValueNode, parent: DictConfig, memo: dict[int, Any]) -> ValueNode:
+        made: ValueNode = object.__new__(type(node))
+        made.__dict__.update(node.__dict__, _metadata=_copied(node._metadata, memo), _parent=parent, _flags_cache=None)
+        return made
+
+    @wraps(copy_one)
+    def copied(node: DictConfig, memo: dict[int, Any]) -> DictConfig:
+        content = node.__dict__["_content"]
+        if not isinstance(content, dict):
+            return copy_one(node, memo)
+        made: DictConfig = object.__new__(DictConfig)
+        copies: dict[Any, Any] = {}
+        made.__dict__.update(
+            _metadata=_copied(node.__dict__["_metadata"], memo),
+            _flags_cache=copy.copy(node.__dict__["_flags_cache"]),
+            _content=copies,
+            _parent=node.__dict__["_parent"],
+        )
+        for key, value in content.items():
+            if isinstance(value, ValueNode):
+                copies[key] = value_copied(value, made, memo)
+                continue
+            parent = value.__dict__["_parent"]
+            value.__dict__["_parent"] = None  # it would be copied, too
+            try:
+                copies[key] = copy.deepcopy(value, memo)
+            finally:
+                value.__dict__["_parent"] = parent
+            copies[key].__dict__["_parent"] = made
+        return made
+
+    return copied
+
+
+class _ReferencesError(Exception):
+    """A tree has interpolations that are to be resolved, or nodes of other kinds."""
+
+
+def _plain_at_once(to_content: Callable[..., Any]) -> Callable[..., Any]:
+    """Have OmegaConf check no key of a tree of which it returns all values as they are."""
+
+    def plain(node: Node, resolve: bool) -> Any:
+        if isinstance(node, ValueNode):
+            content = node._val
+        elif isinstance(node, DictConfig | ListConfig):
+            content = node.__dict__["_content"]
+        else:
+            raise _ReferencesError
+        if isinstance(content, str) and resolve and "${" in content:
+            raise _ReferencesError
+        if isinstance(node, DictConfig) and isinstance(content, dict):
+            return {key: plain(value, resolve) for key, value in content.items()}
+        if isinstance(node, ListConfig) and isinstance(content, list):
+            return [plain(value, resolve) for value in content]
+        return content
+
+    @wraps(to_content)
+    def converted(
+        conf: Container,
+        resolve: bool,
+        throw_on_missing: bool,
+        enum_to_str: bool = False,
+        structured_config_mode: SCMode = SCMode.DICT,
+    ) -> Any:
+        if not throw_on_missing and not enum_to_str and structured_config_mode == SCMode.DICT:
+            with contextlib.suppress(_ReferencesError):
+                return plain(conf, resolve)
+        return to_content(conf, resolve, throw_on_missing, enum_to_str, structured_config_mode)
+
+    return converted
 
 
 def _as_given(get_mode: Callable[[Hydra, str | None, list[str]], Any]) -> Callable[[Hydra, str | None, list[str]], Any]:

@@ -97,7 +97,7 @@ def test_a_page_names_settings_that_there_are(page: Path) -> None:
 def test_pages_name_commands_and_their_options_that_there_are() -> None:
     """Also where that is no whole command: ``trinity-sync ckpt list|verify``, ``trinity-sync reproduce --bundle``."""
     known = _commands_of(cli._parser("ckpt"))
-    known |= {name: _commands_of(cli._parser(name))[name] for name in ("weights", "follow")}
+    known |= {name: _commands_of(cli._parser(name))[name] for name in ("weights", "follow", "plan")}
     for page in PAGES:
         for code in re.findall(r"`trinity-sync ([^`\n]+)`", page.read_text()):
             words = code.split()

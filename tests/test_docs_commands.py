@@ -97,6 +97,7 @@ def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for split in ("train", "test"):
         write_problems(folder / "gsm8k" / f"{split}.parquet", 2, split)
     (folder / "data" / "runs").mkdir(parents=True)
+    (folder / "speeds.json").write_text('{"copy": 1e10}')  # of `doctor --measure`
     write_examples(folder, *sorted(ROOT.glob("docs/extending*.md")), OWN_MODEL)
     return folder
 

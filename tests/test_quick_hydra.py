@@ -18,7 +18,8 @@ from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_repository import ConfigRepository
 from hydra.core.config_store import ConfigNode, ConfigStore
 from hydra.errors import HydraException
-from omegaconf import OmegaConf, _utils, base, open_dict
+from omegaconf import DictConfig, OmegaConf, ValidationError, _utils, base, open_dict
+from omegaconf.basecontainer import BaseContainer
 
 import launch
 from tests.quick_hydra import make_quick
@@ -70,8 +71,10 @@ def own_pace(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
         (ConfigRepository, "load_config"),
         (config_loader_impl, "create_defaults_list"),
         (ConfigLoaderImpl, "_compose_config_from_defaults_list"),
+        (DictConfig, "__deepcopy__"),
     ):
         monkeypatch.setattr(module, name, getattr(module, name).__wrapped__)
+    monkeypatch.setattr(BaseContainer, "_to_content", staticmethod(BaseContainer._to_content.__wrapped__))
     monkeypatch.delattr(ConfigStore, "__deepcopy__")
     monkeypatch.delattr(base.Metadata, "__deepcopy__")
     return monkeypatch
@@ -255,3 +258,28 @@ def test_choices_are_put_together_only_where_defaults_ask_for_them(monkeypatch: 
     config.compose(["sync=nccl", "tracker=tensorboard", "backend=megatron"])
     assert len(maps) > 20
     assert set(maps) == {None}
+
+
+@pytest.mark.parametrize("resolve", [False, True])
+@pytest.mark.parametrize("overrides", CHOICES)
+def test_the_values_of_a_composition_and_of_its_copy_are_those_of_omegaconf(
+    overrides: Sequence[str], resolve: bool, request: pytest.FixtureRequest
+) -> None:
+    cfg = config.compose(overrides)
+    cfg.model.path, cfg.trainer.betas = None, OmegaConf.create([0.5, "${trainer.lr}"])
+    quick = [OmegaConf.to_container(one, resolve=resolve) for one in (cfg, copy.deepcopy(cfg), cfg.trainer, cfg.sync)]
+    request.getfixturevalue("own_pace")
+    assert quick == [
+        OmegaConf.to_container(one, resolve=resolve) for one in (cfg, copy.deepcopy(cfg), cfg.trainer, cfg.sync)
+    ]
+    assert isinstance(quick[0], dict)
+    assert quick[0]["trainer"]["betas"][1] == (cfg.trainer.lr if resolve else "${trainer.lr}")
+
+
+def test_values_of_a_copy_keep_their_types_and_know_their_place() -> None:
+    made = copy.deepcopy(config.compose())
+    with pytest.raises(ValidationError):
+        made.trainer.steps = "many"
+    made.sync.interval = 3
+    assert made.trainer._get_node("steps")._get_full_key(None) == "trainer.steps"
+    assert config.compose().sync.interval == 1

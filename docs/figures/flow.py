@@ -34,7 +34,7 @@ def draw() -> str:
     bytes_of((426, 250), (490, 250), label="2 digest", at=(457, 242), inside=True)
     bytes_of((426, 350), (490, 350))
     bytes_of((356, 196), (356, 133), near.at(0, 0.5), label="3 memory", at=(420, 126), inside=True)
-    bytes_of((640, 242), (712, 242), (712, 150), (780, 150), label="3 memory:\nthrough Ray", at=(712, 190))
+    bytes_of((640, 242), (712, 242), (712, 150), (780, 150), label="3 memory:\nin pieces", at=(712, 190))
     bytes_of(
         (115, 112), (115, 46), (855, 46), (855, 100), label="3 nccl: ranks broadcast from their slots", at=(480, 40)
     )

@@ -16,10 +16,7 @@ PLACE = Path("/sim/place")
 @pytest.fixture
 def disk() -> Iterator[FileSystem]:
     system = FileSystem()
-    here = installed(
-        system, clock=lambda: 0.0, sleep=lambda _: None, pid=lambda: 1, token=lambda nbytes=4: "0" * nbytes
-    )
-    with here:
+    with installed(system, pid=lambda: 1, token=lambda nbytes=4: "0" * nbytes):
         PLACE.mkdir()
         system.make_durable()
         yield system

@@ -179,12 +179,14 @@ def _open_file(system: FileSystem, real: Callable[..., Any]) -> Callable[..., An
 def installed(
     system: FileSystem,
     *,
-    clock: Callable[[], float],
-    sleep: Callable[[float], None],
     pid: Callable[[], int],
     token: Callable[[int], str],
+    clock: Callable[[], float] | None = None,
+    sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[None]:
-    """Within the block, paths below ``/sim`` are the system's, and time, process ids and nonces the campaign's."""
+    """Within the block, paths below ``/sim`` are the system's, and time, process ids and nonces the campaign's. Without
+    `clock`, time is that of the process, whose other threads would never pause.
+    """
     undo: list[tuple[Any, str, Any]] = []
 
     def put(place: Any, name: str, value: Any) -> None:
@@ -225,9 +227,10 @@ def installed(
     put(io, "open", builtins.open)
     put(shutil, "_use_fd_functions", False)
     put(shutil, "_USE_CP_SENDFILE", False)
-    put(time, "time", clock)
-    put(time, "monotonic", clock)
-    put(time, "sleep", sleep)
+    if clock is not None:
+        put(time, "time", clock)
+        put(time, "monotonic", clock)
+        put(time, "sleep", sleep)
     put(os, "getpid", pid)
     put(secrets, "token_hex", token)
     try:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
@@ -17,7 +19,10 @@ import xxhash
 
 import trinity_sync.launch
 from trinity_sync import config
+from trinity_sync.tracking import run_record
 from trinity_sync.tracking.run_record import RunRecord
+
+_package_versions = cache(run_record.package_versions)
 
 
 @dataclass
@@ -109,7 +114,11 @@ S = TypeVar("S", bound=StandIn)
 
 @contextmanager
 def standing_in(stand_in: S, folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[S]:
-    """Put it in the launcher's place, and make `folder` the current one."""
+    """Put it in the launcher's place, and make `folder` the current one. Nothing here outlives a power cut, and the
+    installed packages stay: neither is waited for at each run.
+    """
+    monkeypatch.setattr(os, "fsync", lambda file: None)
+    monkeypatch.setattr(run_record, "package_versions", _package_versions)
     monkeypatch.setattr(trinity_sync.launch, "launcher", stand_in, raising=False)
     monkeypatch.setitem(sys.modules, "trinity_sync.launch.launcher", stand_in)
     monkeypatch.chdir(folder)

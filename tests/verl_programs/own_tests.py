@@ -58,7 +58,7 @@ def _passed(place: Path, name: str, environment: dict[str, str]) -> set[str]:
     report = place / "report.xml"
     report.unlink(missing_ok=True)
     command = [sys.executable, "-m", "pytest", f"tests/{name}", "-q", "-p", "no:cacheprovider", f"--junitxml={report}"]
-    inherited = {key: value for key, value in os.environ.items() if key not in PLUGIN}
+    inherited = {key: value for key, value in os.environ.items() if key not in {*PLUGIN, "PYTEST_ADDOPTS"}}
     try:
         subprocess.run(
             command, cwd=place, env={**inherited, **_ON_CPU, **environment}, capture_output=True, timeout=LIMIT_S

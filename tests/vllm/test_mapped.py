@@ -157,7 +157,7 @@ def test_tensors_come_layer_by_layer_of_the_version_that_arrived_until_it_is_let
         maps.segments[0].close()
     del found
     one.let_go()
-    gc.collect()
+    gc.collect(1)
     for segment in maps.segments:
         segment.close()
     with pytest.raises(RunError, match="but none has arrived"):

@@ -183,11 +183,11 @@ def test_what_is_written_is_let_go_and_its_image_stays_good(tmp_path: Path, in_b
     (first,) = snapshot.file_images(tmp_path, LIMIT, {"a"})
     snapshot.let_go("a")
     snapshot.let_go("a")
-    gc.collect()
+    gc.collect(1)
     assert [storage() is not None for storage in alive] == [True, False, True]
     (second,) = snapshot.file_images(tmp_path, LIMIT)
     snapshot.let_go("b")
-    gc.collect()
+    gc.collect(1)
     assert [storage() for storage in alive] == [None, None, None]
     for image in (first, second):
         write_image(Path(image.path), image.extents, segment, durable=False)
@@ -207,7 +207,7 @@ def test_what_is_let_go_while_it_is_copied_is_copied(monkeypatch: pytest.MonkeyP
     segment = bytearray(128)
     snapshot = copied(plan({"x": [torch.ones(16, dtype=torch.uint8), torch.ones(16, dtype=torch.uint8)]}), segment)
     snapshot.let_go("x")
-    gc.collect()
+    gc.collect(1)
     go_on.set()
     snapshot.wait_until_copied(LIMIT)
     assert (segment[:16], segment[64:80]) == (b"\1" * 16, b"\1" * 16)

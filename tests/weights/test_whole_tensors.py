@@ -102,12 +102,12 @@ def test_what_one_part_holds_whole_is_a_view_of_it_and_keeps_it_mapped_for_no_lo
     segment[layout.entries[1][1]] ^= 1
     slice_of_it = found[2:, 1:3]
     del found
-    gc.collect()
+    gc.collect(1)
     with pytest.raises(BufferError):
         segment.append(0)  # a slice holds all of it
     assert torch.equal(slice_of_it, MATRIX[2:, 1:3])
     del slice_of_it
-    gc.collect()
+    gc.collect(1)
     assert alive() is None
     segment.append(0)
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import argparse
 import difflib
+import json
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -122,6 +123,11 @@ def _parser(chosen: str | None) -> argparse.ArgumentParser:
         from trinity_sync.cli import weights_commands
 
         weights_commands.add_follow(follow)
+    plan = commands.add_parser("plan", help="reckon the seconds, bytes and memory of syncs and saves on given machines")
+    if chosen == "plan":
+        from trinity_sync.cli.plan import add_plan
+
+        add_plan(plan)
     ckpt = commands.add_parser("ckpt", help="list, inspect, verify, export, compare, prune and pin checkpoints")
     if chosen == "ckpt":
         # its commands import more than the others
@@ -154,6 +160,7 @@ def _add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser])
     doctor = commands.add_parser(
         "doctor", help="look whether runs can start here: packages, GPUs, shared memory, disk, ports"
     )
+    doctor.add_argument("--measure", type=Path, metavar="FILE", help="also measure speeds, for `plan --measured FILE`")
     doctor.set_defaults(command=_doctor)
 
 
@@ -167,8 +174,22 @@ def _doctor(options: argparse.Namespace) -> int:
     for found in findings():
         print(f"{found.state:<8} {found.subject:<16} {found.told}")
         stopping += found.state == "error"
+    if options.measure:
+        _measure(options.measure.expanduser())
     print("a run can start here" if not stopping else "a run cannot start here until the errors are mended")
     return 1 if stopping else 0
+
+
+def _measure(file: Path) -> None:
+    from trinity_sync.launch.machine import speeds
+
+    try:
+        found = speeds(file.parent)
+        file.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"--measure: {file} cannot be written: {error.strerror}; name another file") from error
+    for name, rate in found.items():
+        print(f"{'measured':<8} {name:<16} {rate / 1e9:.2f} GB/s")
 
 
 # -- trinity-sync explain

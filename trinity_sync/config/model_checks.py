@@ -497,10 +497,15 @@ def weights_problems(folder: Path, fields: Mapping[str, object]) -> Iterator[Pro
 
 def parameters(folder: Path) -> int:
     """Return the number of elements of a model's weights; 0: they are in another format, or damaged."""
+    return sum(map(math.prod, tensor_shapes(folder)))
+
+
+def tensor_shapes(folder: Path) -> list[Sequence[int]]:
+    """Return the shapes of a model's weights; empty: they are in another format, or damaged."""
     try:
-        return sum(math.prod(shape) for file in _files(folder) or () for shape in _shapes(file).values())
+        return [shape for file in _files(folder) or () for shape in _shapes(file).values()]
     except _DamagedError:
-        return 0
+        return []
 
 
 def _files(folder: Path) -> list[Path] | None:

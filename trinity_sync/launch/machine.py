@@ -12,14 +12,18 @@ import shutil
 import socket
 import sys
 import tempfile
+import timeit
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Literal
 
+import numpy as np
 import psutil
 from packaging.requirements import Requirement
+from xxhash import xxh3_128_digest
 
 from trinity_sync.backends.option import accelerator_count
 from trinity_sync.config.lora_settings import adapter_of
@@ -32,7 +36,9 @@ from trinity_sync.models.files import cached_folder
 from trinity_sync.protocol.retention import most_at_once
 from trinity_sync.trainer.algorithms.base import algorithm_of
 from trinity_sync.weights import native
+from trinity_sync.weights.shard_file import DigestedFile
 from trinity_sync.weights.slots import remove_stale
+from trinity_sync.weights.tensor_rows import rows_digest
 
 OURS = "trinity-sync"
 _GIB = 2**30
@@ -163,6 +169,52 @@ def _open_files() -> Finding:
     if 0 <= soft < _LEAST_FILES:
         return Finding("open files", f"{soft} at most; allow more: ulimit -n {_LEAST_FILES * 64}", "warning")
     return Finding("open files", f"{soft if soft >= 0 else 'any number'} at most")
+
+
+_PROBE_BYTES, _PIECE_BYTES = 64 << 20, 4 << 20
+
+
+def speeds(folder: Path) -> dict[str, float]:
+    """Measure constants of `trinity-sync plan`, in bytes a second, each the best of three. OSError: the folder cannot
+    be written.
+    """
+    source, target = np.ones(_PROBE_BYTES, np.uint8), np.zeros(_PROBE_BYTES, np.uint8)
+    with tempfile.TemporaryDirectory(dir=folder) as name:
+
+        def write() -> None:
+            with DigestedFile(Path(name) / "probe", durable=True) as file:
+                file.write(source.data)
+                file.finish()
+
+        works: dict[str, Callable[[], object]] = {
+            "copy": lambda: np.copyto(target, source),
+            "digest": lambda: rows_digest(source.reshape(-1, 8192)),
+            "tcp": lambda: _through_tcp(source.data, target.data),
+            "disk": write,
+        }
+        return {what: _PROBE_BYTES / min(timeit.repeat(work, number=1, repeat=3)) for what, work in works.items()}
+
+
+def _through_tcp(source: memoryview, target: memoryview) -> None:
+    """Send pieces over the loopback and digest them at both ends, as node agents do."""
+    with (
+        socket.create_server(("127.0.0.1", 0)) as server,
+        socket.create_connection(server.getsockname(), _CONNECT_S) as sender,
+        server.accept()[0] as receiver,
+        ThreadPoolExecutor(1) as sending,
+    ):
+        pieces = [slice(start, start + _PIECE_BYTES) for start in range(0, len(source), _PIECE_BYTES)]
+
+        def send() -> None:
+            for at in pieces:
+                xxh3_128_digest(source[at])
+                sender.sendall(source[at])
+
+        sent = sending.submit(send)
+        for at in pieces:
+            receiver.recv_into(target[at], 0, socket.MSG_WAITALL)
+            xxh3_128_digest(target[at])
+        sent.result()
 
 
 def _gib(size: float) -> str:

@@ -130,7 +130,7 @@ def test_an_engine_that_asks_for_no_tensor_ends_it_at_once(make: Callable[..., M
     weights_of_nobody = members.rollout[0].receive_weights(1)
     started = time.monotonic()
     del weights_of_nobody
-    gc.collect()
+    gc.collect(1)
     error = sending.exception(LIMIT)
     assert not isinstance(error, WaitTimeout)
     assert isinstance(error, RunError)
