@@ -423,6 +423,21 @@ def test_a_part_that_did_not_come_is_brought_again(
     assert Path(parts.bring(owner.wanted()).result(LIMIT)).read_bytes()[: 5 * PIECE] == owner.data
 
 
+def test_a_part_that_was_damaged_in_memory_comes_again_from_the_damaged_piece_on(
+    make_owner: MakeOwner, make_node: MakeNode, make_parts: MakeParts
+) -> None:
+    owner, parts = make_owner(random_bytes(5 * PIECE)), make_parts(make_node("node").transport)
+    path = Path(parts.bring(owner.wanted()).result(LIMIT))
+    with path.open("r+b") as file:
+        file.seek(3 * PIECE)
+        file.write(bytes([owner.data[3 * PIECE] ^ 1]))
+    for _ in range(2):
+        parts.bring(owner.wanted()._replace(again=True)).result(LIMIT)
+        assert path.read_bytes()[: 5 * PIECE] == owner.data
+    assert [one.first for one in owner.server.requests] == [0, 3]
+    assert parts.take_errors() == [f"piece 3 of {PART} of version 7 was damaged in memory, and is brought again"]
+
+
 class Copying:
     """The next transport."""
 
