@@ -1,7 +1,7 @@
 """Lossless deltas: bytes per changed element beside other codes and bounds of entropy, and the speed of C and numpy.
 
     python benchmarks/delta.py --json [--elements 4e6] [--only size speed rows history traces]
-                               [--output benchmarks/results/delta.json]
+                               [--shares 0.0013 0.007] [--output benchmarks/results/delta.json]
 
 Data: ``white``, normal weights of one scale, each step an independent update; ``adam``, weights whose scale differs by
 rows, updates of a warm Adam, which go on in one direction for some steps. Both keep fp32 weights and compare their bf16
@@ -9,9 +9,10 @@ bits. The learning rate is the one at which one step changes the wanted share of
 GRPO runs of `launch.py` at the learning rates of `RATES`, from a model that GRPO has trained before, all tensors
 together.
 
-``history``: `adam` versions of one shard, of each the delta from the version before and of every 16th one that from 16
-versions earlier, as `keep_versions` has them. ``bytes`` is what all of them and the base take, in versions.
-``restores`` is the wall-clock time of the last one, from the base, beside that of the base alone: read, checked,
+``history``: `adam` versions of one shard, of each the delta from the version before, of every 4th one that from 4
+versions earlier, and of every 16th one that from the base, as `keep_versions` has them. ``bytes`` is what all of them
+and the base take, in versions, and ``bytes of 1,000`` what 1,000 versions with two bases take.
+``restores`` is the processor time of the last one, from the base, beside that of the base alone: read, checked,
 written.
 
 Speeds are in processor time, the least of the repetitions, as bytes of the shard a second; ``copies`` divides them by
@@ -23,13 +24,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -43,7 +45,16 @@ from xxhash import xxh3_128_digest
 from trinity_sync.protocol.parts import delta_file
 from trinity_sync.weights import delta, delta_gaps, native
 from trinity_sync.weights.layout import PartLayout
-from trinity_sync.weights.part_delta import PartEncoder, apply_steps
+from trinity_sync.weights.part_delta import (
+    FROM_BASE_EVERY,
+    SPANS,
+    PartEncoder,
+    Point,
+    Step,
+    VersionIndex,
+    apply_steps,
+    find_route,
+)
 from trinity_sync.weights.shard_file import open_shard_file
 from trinity_sync.weights.shards import whole
 
@@ -154,73 +165,97 @@ def size_table(count: int) -> list[dict[str, Any]]:
 
 KEPT = 511
 """Versions after a base, as of `keep_versions.base_every`."""
+_TILE = 1_000_000
+"""Elements of a history's data, which a larger shard repeats, each time in a piece of its own. Of such a shard only the
+deltas that lead to the last version are made, and their bytes are not counted.
+"""
 
 
-def history_table(count: int) -> list[dict[str, Any]]:
+def history_table(count: int, shares: Sequence[float]) -> list[dict[str, Any]]:
     """Bytes and times of histories of `KEPT` versions."""
     found = []
-    for share in (0.0013, 0.007):
-        for codec in ("class_gap", "gap8z"):
-            with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
-                nbytes = keep_versions(Path(folder), count, share, codec, pool)
-                one: dict[str, Any] = {"changed": share, "codec": codec, "versions": KEPT + 1, "bytes": nbytes}
-                for name, steps in (("base", []), ("last", route_to(Path(folder), KEPT))):
-                    times = [restore(Path(folder), count, steps, pool) for _ in range(5)]
-                    one |= {f"{name} steps": len(steps), f"{name} s": statistics.median(times)}
+    for share in shares:
+        with tempfile.TemporaryDirectory() as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+            for codec, index in keep_versions(Path(folder), count, share, pool).items():
+                one: dict[str, Any] = {"changed": share, "codec": codec, "versions": KEPT + 1}
+                if count <= _TILE:
+                    sizes = [sum(nbytes for _, nbytes in index[step]) / (2 * count) for step in range(1, KEPT + 1)]
+                    one |= {"bytes": 1 + sum(sizes), "bytes of 1,000": 2 + sum(sizes) + sum(sizes[: 998 - KEPT])}
+                ways = {"base": [], "last": route_to(index, KEPT)}
+                times: dict[str, list[float]] = {name: [] for name in ways}
+                for _ in range(7):
+                    for name, steps in ways.items():
+                        times[name].append(restore(Path(folder, codec), count, steps, pool))
+                for name, steps in ways.items():
+                    one |= {f"{name} steps": len(steps), f"{name} s": statistics.median(times[name])}
                 found.append({**one, "restores": one["last s"] / one["base s"]})
                 print(json.dumps(found[-1]), file=sys.stderr)
     return found
 
 
 def shard_layout(count: int) -> PartLayout:
-    """The layout of a part with one tensor, in pieces of 16 MiB."""
-    return PartLayout("rank-00000", ((whole("w", "BF16", (count,)), 0),), 2 * count, 16 << 20)
+    """The layout of a part with one tensor, in pieces of 2 MB."""
+    return PartLayout("rank-00000", ((whole("w", "BF16", (count,)), 0),), 2 * count, 2 * _TILE)
 
 
-def keep_versions(folder: Path, count: int, share: float, codec: str, pool: ThreadPoolExecutor) -> float:
-    """Write a base and the deltas of later versions; return their bytes, in those of a version."""
-    encoder, weights, total = PartEncoder(shard_layout(count), codec, (16,)), initial("adam", count), 0
-    rate, old = rate_of("adam", weights, share), bits(weights)
-    folder.joinpath("base").write_bytes(old.tobytes())
-    for step, update in zip(range(1, KEPT + 1), updates("adam", count, 1), strict=False):
+Index = dict[int, list[tuple[Point, int]]]
+"""By step: where the deltas to it begin, and their bytes."""
+
+
+def keep_versions(folder: Path, count: int, share: float, pool: ThreadPoolExecutor) -> dict[str, Index]:
+    """Write a base and the deltas of later versions, in a folder for each codec; return what there is."""
+    weights, layout = initial("adam", min(count, _TILE)), shard_layout(count)
+    encoders = {codec: PartEncoder(layout, codec, (min(SPANS),)) for codec in ("class_gap", "gap8z")}
+    rate, old = rate_of("adam", weights, share), np.resize(bits(weights), count)
+    base, found = memoryview(old.tobytes()), {codec: Index() for codec in encoders}
+
+    def read(start: int, into: memoryview) -> None:
+        into[:] = base[start : start + len(into)]
+
+    begin = 0 if count <= _TILE else KEPT // FROM_BASE_EVERY * FROM_BASE_EVERY - min(SPANS)
+    for step, update in zip(range(1, KEPT + 1), updates("adam", weights.size, 1), strict=False):
         weights -= rate * update
-        new = bits(weights)
+        if step < begin:
+            continue
+        new = np.resize(bits(weights), count)
+        if step == begin:
+            old = new
+            continue
         segments = memoryview(old.tobytes()), memoryview(new.tobytes())
-        for one in encoder.encode((0, step - 1), (0, step), segments, pool):
-            data = b"".join(one.parts)
-            folder.joinpath(str(step)).mkdir(exist_ok=True)
-            folder.joinpath(str(step), delta_file("rank-00000", one.start)).write_bytes(data)
-            total += len(data)
+        for codec, encoder in encoders.items():
+            made = encoder.encode((0, step - 1), (0, step), segments, pool)
+            if step % FROM_BASE_EVERY == 0:
+                made.append(encoder.encode_from((0, 0), read, segments[1], pool))
+            for one in made:
+                data = b"".join(one.parts)
+                path = folder / codec / str(step) / delta_file(layout.part, one.start)
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(data)
+                found[codec].setdefault(step, []).append((one.start, len(data)))
         old = new
-    return 1 + total / old.nbytes
-
-
-def route_to(folder: Path, step: int) -> list[tuple[int, int]]:
-    """The longest steps that lead to a version from the base."""
-    found = list[tuple[int, int]]()
-    while step:
-        start = (
-            max(step - 16, 0)
-            if folder.joinpath(str(step), delta_file("rank-00000", (0, step - 16))).exists()
-            else step - 1
-        )
-        found.insert(0, (start, step))
-        step = start
+    for codec in encoders:
+        folder.joinpath(codec, "base").write_bytes(base)
     return found
 
 
-def restore(folder: Path, count: int, steps: list[tuple[int, int]], pool: ThreadPoolExecutor) -> float:
-    """The seconds to read and check a base, to apply deltas, and to write the result."""
-    layout, began = shard_layout(count), time.perf_counter()
+def route_to(index: Index, step: int) -> list[Step]:
+    """The deltas of the fewest bytes that lead to a version from the base."""
+    route = find_route((0, step), (0, 0), 0, lambda at: VersionIndex(None, index.get(at[1], [])), math.inf)
+    assert route is not None
+    return route.steps((0, step))
+
+
+def restore(folder: Path, count: int, steps: list[Step], pool: ThreadPoolExecutor) -> float:
+    """The processor seconds to read and check a base, to apply deltas, and to write the result."""
+    layout, began = shard_layout(count), time.process_time()
     segment = bytearray(folder.joinpath("base").read_bytes())
     xxh3_128_digest(segment)
-    named = [((0, start), (0, end)) for start, end in steps]
     for _ in apply_steps(
-        layout, segment, named, lambda part, step: folder / str(step[1][1]) / delta_file(part, step[0]), pool
+        layout, segment, steps, lambda part, step: folder / str(step[1][1]) / delta_file(part, step[0]), pool
     ):
         pass
     folder.joinpath("made").write_bytes(segment)
-    return time.perf_counter() - began
+    return time.process_time() - began
 
 
 RATES = ("1e-7", "1e-6", "1e-5")
@@ -345,6 +380,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true", help="print JSON (the only output format)")
     parser.add_argument("--elements", type=float, default=4e6, help="of a shard (default 4e6)")
+    parser.add_argument("--shares", type=float, nargs="+", default=(0.0013, 0.007), help="of changes, in the history")
     parser.add_argument("--only", nargs="+", choices=PARTS, default=PARTS)
     parser.add_argument("--output", type=Path, help="write the JSON there too")
     options = parser.parse_args()
@@ -363,7 +399,7 @@ def main() -> None:
     if "rows" in options.only:
         report["rows"] = row_table()
     if "history" in options.only:
-        report["history"] = history_table(count)
+        report["history"] = history_table(count, options.shares)
     if "traces" in options.only:
         report["traces"] = trace_table()
     text = json.dumps(report, indent=2)

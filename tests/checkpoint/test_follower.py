@@ -146,6 +146,45 @@ def test_an_older_version_is_taken_where_nothing_leads_to_the_newest(store: Path
     assert "version 5 is skipped" in kept.said[-1]
 
 
+def test_a_damaged_file_is_fetched_again_after_growing_pauses_and_told_once(
+    store: Path, kept: Kept, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, get, asked = [0.0], Storage.get, list[float]()
+    bad = deltas(store, 5)[1]
+
+    def counted(storage: Storage, path: str, target: Path) -> None:
+        if path.endswith(f"global_step_5/deltas/{bad.name}"):
+            asked.append(now[0])
+        get(storage, path, target)
+
+    monkeypatch.setattr(Storage, "get", counted)
+    monkeypatch.setattr(follower, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    flip(bad)
+    assert kept.update()
+    told = list(kept.said)
+    for now[0] in range(10, 240, 10):
+        with pytest.raises(RunError, match="no newer version can be made"):
+            kept.update()
+    assert asked == [0, 30, 90, 210]
+    assert kept.said == told
+    flip(bad)
+    now[0] += 240
+    assert kept.update()
+    kept.check(5)
+
+
+def test_a_lost_file_is_asked_for_at_each_look(store: Path, kept: Kept) -> None:
+    """It may be listed late."""
+    path = deltas(store, 5)[1]
+    data = path.read_bytes()
+    path.unlink()
+    assert kept.update()
+    kept.check(4)
+    path.write_bytes(data)
+    assert kept.update()
+    kept.check(5)
+
+
 def test_a_version_without_its_manifest_is_none(store: Path, kept: Kept) -> None:
     (store / "global_step_5" / "manifest.json").unlink()
     assert kept.update()

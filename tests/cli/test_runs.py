@@ -418,6 +418,7 @@ def test_jobs_that_would_share_a_folder_are_refused_before_the_first_one_runs(
         ),
         (["checkpoint.mirror=null,sweep/0/checkpoints"], "checkpoint.mirror={}/sweep/0/checkpoints"),
         (["checkpoint.dir=sweep/1/checkpoints,null"], "checkpoint.dir={}/sweep/1/checkpoints"),
+        (["sync=checkpoint", "sync.store=far"], "sync.store={}/far"),
     ],
 )
 def test_jobs_that_would_share_a_place_are_refused_before_the_first_one_runs(
@@ -444,7 +445,7 @@ def test_jobs_that_would_share_a_place_are_refused_before_the_first_one_runs(
 
 @pytest.mark.parametrize("own", ["${hydra:job.num}", "${seed}", "${hydra:runtime.output_dir}/kept"])
 def test_jobs_with_places_of_their_own_may_run(launcher: StandIn, own: str) -> None:
-    places = [f"checkpoint.dir=kept/{own}", f"checkpoint.mirror=far/{own}"]
+    places = [f"checkpoint.dir=kept/{own}", f"checkpoint.mirror=far/{own}", "sync=checkpoint", f"sync.store=near/{own}"]
     assert start("-m", "hydra.sweep.dir=sweep", *places, "seed=1,2") == 0
     assert len(launcher.calls) == 2
 

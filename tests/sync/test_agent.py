@@ -142,6 +142,22 @@ def test_the_agent_of_an_explorers_node_brings_the_parts_of_other_nodes_once(two
         assert Path(brought[0].path).read_bytes() == bytes(two_nodes.segment(sealed.slot, info.part))
 
 
+def test_an_explorer_that_meets_damage_in_the_slot_of_its_own_node_loads_what_was_published(
+    two_nodes: PretendTrainer,
+) -> None:
+    weights = random_weights(8)
+    sealed = two_nodes.publish(weights)
+    [info] = [info for info in sealed.parts.values() if info.node == "far-away"]
+    wanted = WantedPart(sealed.version, sealed.slot, info.part, info.nbytes, two_nodes.agents["far-away"])
+    with Path(two_nodes.agents[node_id()].bring(wanted).result(LIMIT).path).open("r+b") as file:
+        first = file.read(1)
+        file.seek(0)
+        file.write(bytes([first[0] ^ 1]))
+    report = make_loader(two_nodes, empty(weights)).load(None)
+    assert report.digest == reference_digest(weights, "BF16")
+    assert "was read once more" in str(report.fault)
+
+
 def test_an_agent_makes_slots_for_parts_of_other_nodes_and_not_for_its_own_twice() -> None:
     agent: Any = NodeAgent.__new__(NodeAgent)
     agent._config, agent._layouts = SimpleNamespace(brings={"a": 1, "b": 2, "c": 3}), {"b": None}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -24,11 +25,11 @@ from trinity_sync.checkpoint.folder.leases import lease_checkpoint
 from trinity_sync.checkpoint.folder.recovery import recover
 from trinity_sync.checkpoint.reading.verl_shards import open_parts
 from trinity_sync.errors import RunError
-from trinity_sync.protocol.parts import STATE_DICT
+from trinity_sync.protocol.parts import STATE_DICT, version_folder
 from trinity_sync.protocol.versions import Version
-from trinity_sync.sync import Synchronizer
+from trinity_sync.sync import Synchronizer, checkpoint
 from trinity_sync.sync.checkpoint import DeltaPublisher
-from trinity_sync.weights.part_delta import Point, VersionIndex, find_route
+from trinity_sync.weights.part_delta import Point, Route, VersionIndex, find_route
 
 BASE_EVERY = 18
 
@@ -133,7 +134,7 @@ def test_a_base_is_kept_every_so_many_versions_and_shares_the_bytes_of_its_check
 
 
 def test_what_only_readers_need_goes_once_none_needs_it(template: Remembered) -> None:
-    """The single steps and the spans of 16 stay."""
+    """The single steps, the spans of 4 and what leads from a base stay."""
     retired = [version for version in template.published if not (template.folder_of(version) / "index.json").exists()]
     assert retired == template.published[: BASE_EVERY + 6]
     lengths = set()
@@ -141,7 +142,53 @@ def test_what_only_readers_need_goes_once_none_needs_it(template: Remembered) ->
         for path in template.folder_of(version).glob("rank-00000-*.delta"):
             step = int(path.stem.rpartition("-")[2])
             lengths.add(number - template.published.index(Version(0, step)))
-    assert lengths == {1, 16}
+    assert lengths == {1, 4, 16}
+
+
+def history_route(run: Remembered, number: int) -> Route:
+    """The way to a version by the records of the history."""
+    read = lambda version: VersionIndex.read(version_folder(run.deltas, version) / "history.json")  # noqa: E731
+    route = find_route(run.published[number], None, 0, read, math.inf)
+    assert route is not None
+    return route
+
+
+def test_few_deltas_lead_from_a_base_to_any_version(template: Remembered) -> None:
+    assert max(len(history_route(template, number).starts) for number in range(len(template.published))) <= 7
+    assert history_route(template, 34).starts == tuple(template.published[at] for at in (BASE_EVERY, 32, 33))
+
+
+@pytest.fixture
+def short(trainer: PretendTrainer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Remembered:
+    """A run of three versions, of which the next one will have a delta from the base."""
+    monkeypatch.setattr(checkpoint, "FROM_BASE_EVERY", 3)
+    run = Remembered(trainer, tmp_path / "checkpoints")
+    run.publish(3)
+    return run
+
+
+def test_a_version_with_a_delta_from_its_base_counts_its_bytes(short: Remembered) -> None:
+    short.publish()
+    files = list(short.folder_of(short.published[-1]).glob("*.delta"))
+    assert len(files) == 4
+    assert short.sent[-1].nbytes == sum(path.stat().st_size for path in files)
+    assert short.restored(short.published[-1]) == short.digests[short.published[-1]]
+
+
+@pytest.mark.parametrize("harm", [Path.unlink, lambda path: path.write_bytes(path.read_bytes()[:-1])])
+def test_a_base_that_cannot_be_read_costs_the_delta_from_it_and_is_told(
+    short: Remembered, harm: Callable[[Path], object]
+) -> None:
+    path = next(short.base(0).glob("actor/*"))
+    data = path.read_bytes()
+    harm(path)
+    short.publish()
+    assert path.name in str(short.sent[-1].fault)
+    path.write_bytes(data)
+    assert len(history_route(short, 3).starts) == 3
+    assert short.restored(short.published[-1]) == short.digests[short.published[-1]]
+    short.publish()
+    assert short.sent[-1].fault is None
 
 
 def test_the_size_of_a_history_is_that_of_its_files(run: Remembered) -> None:
@@ -166,9 +213,9 @@ def test_another_way_is_taken_where_a_delta_cannot_be_used(run: Remembered, harm
 
 def test_a_version_is_lost_with_the_only_delta_to_it_and_later_ones_are_not(run: Remembered) -> None:
     path = run.lose_delta(10, 1)
-    for number in (9, 16, 17):
+    for number in (9, 12, 15):
         assert run.restored(run.published[number]) == run.digests[run.published[number]]
-    for number in (10, 15):
+    for number in (10, 11):
         with pytest.raises(RunError, match=f"no base and deltas lead to it: {path} cannot be read"):
             run.restored(run.published[number])
 
@@ -195,7 +242,7 @@ def test_the_nearest_base_is_taken_and_no_record_before_it_is_read(
         return read(path)
 
     monkeypatch.setattr(VersionIndex, "read", counted)
-    number = BASE_EVERY + 2
+    number = BASE_EVERY + 1
     assert run.restored(run.published[number]) == run.digests[run.published[number]]
     assert seen == {run.folder_of(version).name for version in run.published[BASE_EVERY : number + 1]}
 

@@ -423,6 +423,21 @@ def test_a_part_that_did_not_come_is_brought_again(
     assert Path(parts.bring(owner.wanted()).result(LIMIT)).read_bytes()[: 5 * PIECE] == owner.data
 
 
+def test_a_part_that_was_damaged_in_memory_comes_again_from_the_damaged_piece_on(
+    make_owner: MakeOwner, make_node: MakeNode, make_parts: MakeParts
+) -> None:
+    owner, parts = make_owner(random_bytes(5 * PIECE)), make_parts(make_node("node").transport)
+    path = Path(parts.bring(owner.wanted()).result(LIMIT))
+    with path.open("r+b") as file:
+        file.seek(3 * PIECE)
+        file.write(bytes([owner.data[3 * PIECE] ^ 1]))
+    for _ in range(2):
+        parts.bring(owner.wanted()._replace(again=True)).result(LIMIT)
+        assert path.read_bytes()[: 5 * PIECE] == owner.data
+    assert [one.first for one in owner.server.requests] == [0, 3]
+    assert parts.take_errors() == [f"piece 3 of {PART} of version 7 was damaged in memory, and is brought again"]
+
+
 class Copying:
     """The next transport."""
 
@@ -496,8 +511,9 @@ def test_after_the_end_no_memory_is_allocated(make_owner: MakeOwner, make_parts:
     assert parts.made == []
 
 
-def test_memory_that_is_allocated_when_the_run_ends_is_given_back(make_owner: MakeOwner, make_parts: MakeParts) -> None:
-    """`make_parts` finds no file at the end."""
+def test_memory_that_is_allocated_when_the_run_ends_is_given_back(
+    make_owner: MakeOwner, make_parts: MakeParts, tmp_path: Path
+) -> None:
     owner = make_owner(random_bytes(5 * PIECE))
     parts = make_parts(Copying(owner.data))
     parts.may_make.clear()
@@ -507,6 +523,14 @@ def test_memory_that_is_allocated_when_the_run_ends_is_given_back(make_owner: Ma
     parts.may_make.set()
     with pytest.raises(GoneError, match="the run ends"):
         begun.result()
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
+
+
+def test_slots_are_made_once_for_each_size_of_a_part(make_parts: MakeParts) -> None:
+    parts = make_parts()
+    first, again, larger = (parts.reserve(PART, nbytes) for nbytes in (5, 5, 6))
+    assert (again is first, larger is first) == (True, False)
+    assert parts.made == [PART, PART]
 
 
 def test_a_late_request_for_an_older_version_ends_no_newer_one(make_owner: MakeOwner, make_parts: MakeParts) -> None:

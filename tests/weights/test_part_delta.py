@@ -87,6 +87,21 @@ def test_every_delta_leads_from_its_start_to_its_end(codec: str, share: float) -
         assert applied(segments[start], data) == segments[end], (start, end)
 
 
+@pytest.mark.parametrize("codec", ["auto", "gap8z", "full"])
+def test_a_delta_leads_from_an_older_version_that_is_read_piece_by_piece(codec: str) -> None:
+    segments = versions(*[0.01] * 3)
+    encoder = PartEncoder(LAYOUT, codec, ())
+    for step, pair in enumerate(itertools.pairwise(segments)):
+        encoder.encode((0, step), (0, step + 1), pair, POOL)
+
+    def read(start: int, into: memoryview) -> None:
+        into[:] = segments[0][start : start + len(into)]
+
+    found = encoder.encode_from((0, 0), read, segments[3], POOL)
+    assert found.start == (0, 0)
+    assert applied(segments[0], b"".join(found.parts)) == segments[3]
+
+
 def test_a_merged_delta_is_smaller_than_those_that_it_stands_for() -> None:
     deltas = all_deltas(versions(*[0.01] * 4))
     assert len(deltas[0, 4]) < 0.8 * sum(len(deltas[step, step + 1]) for step in range(4))

@@ -92,6 +92,7 @@ class AgentClient(RayClient):
     write = RemoteMethod(NodeAgent.write, "write slot {0} into {1}")
 
     encode_deltas = RemoteMethod(NodeAgent.encode_deltas, "make the deltas of version {0}")
+    encode_from_base = RemoteMethod(NodeAgent.encode_from_base, "make the deltas from version {1}")
     forget_deltas = RemoteMethod(NodeAgent.forget_deltas, "free what it keeps for deltas")
     share_deltas = RemoteMethod(NodeAgent.share_deltas, "hand out the deltas of version {0}")
 

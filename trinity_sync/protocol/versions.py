@@ -93,6 +93,7 @@ class Lease:
     parts: dict[str, PartInfo]
     digest: str | None
     location: str | None  # the folder that the mode published, or None for the slot
+    again: bool = False  # the reader found its bytes damaged
 
     @property
     def nbytes(self) -> int:

@@ -51,7 +51,7 @@ from trinity_sync.sync.links import BucketNotice, End, Spoke, Working
 from trinity_sync.sync.memory import SlotMaps
 from trinity_sync.weights.delta import DeltaError
 from trinity_sync.weights.layout import Cut, PartLayout, Segment
-from trinity_sync.weights.part_delta import KEPT_SPANS, Point, VersionIndex
+from trinity_sync.weights.part_delta import FROM_BASE_EVERY, KEPT_SPANS, Point, VersionIndex
 from trinity_sync.weights.shard_file import ShardFile, open_shard_file, write_shard_file
 
 if TYPE_CHECKING:
@@ -160,6 +160,7 @@ class DeltaPublisher(CheckpointPublisher):
         self._count = 0
         self._folders: list[list[Path]] = []  # of the versions since the last full one but one, and since the last
         self._recent: list[Version] = []  # the newest is the last
+        self._base: tuple[Version, Path] | None = None  # the newest one of the history, and its folder
 
     def publish(self, sealed: Sealed) -> Published:
         if not self._deltas.pays(sealed):
@@ -181,10 +182,9 @@ class DeltaPublisher(CheckpointPublisher):
         whole = {start: found for start, found in by_start.items() if len(found) == len(sealed.parts)}
         deltas: list[tuple[Point, int]] = [(start, sum(one.nbytes for one in found)) for start, found in whole.items()]
         named = None if full is None else os.path.relpath(full.resolve(), self._root.parent.resolve())
-        if base_every is not None:
-            self._remember(sealed, folder, full if is_base else None, deltas)
+        more = 0 if base_every is None else self._remember(sealed, folder, full if is_base else None, deltas)
         VersionIndex(named, deltas).write(folder / INDEX, durable=self._durable)
-        report = self._deltas.report(sealed, written, with_full=full is not None)
+        report = self._deltas.report(sealed, written, more, with_full=full is not None)
         self._deltas.commit(sealed, str(folder))
         if self._side.versions is not None:
             files = [folder / delta_file(one.part, start) for start, found in whole.items() for one in found]
@@ -208,17 +208,25 @@ class DeltaPublisher(CheckpointPublisher):
                 _retire(old)
         return report
 
-    def _remember(self, sealed: Sealed, folder: Path, full: Path | None, deltas: list[tuple[Point, int]]) -> None:
-        """Add a version to the run's history. `full`: the folder of its weights, which become a base."""
-        base = None
+    def _remember(self, sealed: Sealed, folder: Path, full: Path | None, deltas: list[tuple[Point, int]]) -> int:
+        """Add a version to the run's history; return the bytes of what was made for it alone. `full`: the folder of its
+        weights, which become a base.
+        """
+        starts = [self._recent[-length] for length in KEPT_SPANS if length <= len(self._recent)]
+        from_base = self._base if full is None and self._count % FROM_BASE_EVERY == 0 else None
+        starts += [] if from_base is None else [from_base[0]]
+        kept, base, more = [one for one in deltas if one[0] in starts], None, None
         if full is not None:
             base = folder / f"global_step_{sealed.version.step}"
             self._store.keep(full, base)
+            self._base = sealed.version, base
             base = base.relative_to(self._root.parent)
-        starts = [self._recent[-length] for length in KEPT_SPANS if length <= len(self._recent)]
-        kept = [one for one in deltas if one[0] in starts]
+        elif from_base is not None and from_base[0] not in dict(kept):
+            more = self._deltas.encode_from(*from_base, sealed, folder, durable=self._durable)
+            kept += [] if more is None else [(from_base[0], more)]
         found = VersionIndex(None if base is None else str(base), kept, sealed.digest)
         found.write(folder / HISTORY, durable=self._durable)
+        return more or 0
 
 
 def _retire(folder: Path) -> None:

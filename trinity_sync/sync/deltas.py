@@ -118,6 +118,25 @@ class VersionDeltas:
         self._encode_s = time.perf_counter() - started
         return [one for of_node in found for one in of_node]
 
+    def encode_from(self, base: Version, weights: Path, sealed: Sealed, folder: Path, *, durable: bool) -> int | None:
+        """Have the deltas from a version in files to that of the last `encode` made, in files of a folder; return their
+        bytes. None: they cannot be made.
+        """
+        given = sealed.slot, base, str(weights), str(folder), self._how
+        calls = [self._side.agents[node].encode_from_base(*given, fsync=durable) for node in nodes_of(sealed.parts)]
+        started = time.perf_counter()
+        limit_s = grown(self._side.timeout_s, 2 * self._side.version_bytes.node)  # of both versions
+        try:
+            found = results(calls, limit_s, f"make the deltas from version {base}")
+        except RunError as error:
+            if isinstance(error, MemberDied):
+                raise
+            self._fault = f"the history has no delta from version {base} to {sealed.version}: {error}"
+            story.warning("%s", self._fault)
+            return None
+        self._encode_s += time.perf_counter() - started
+        return sum(one.nbytes for of_node in found for one in of_node)
+
     def _forget(self, sealed: Sealed) -> None:
         """Have the agents free what they keep for deltas."""
         if self._begun:
@@ -136,9 +155,11 @@ class VersionDeltas:
         commit(self._side, sealed.version, location)
         self._before = sealed.version, sealed.slot
 
-    def report(self, sealed: Sealed, written: Sequence[WrittenDelta], *, with_full: bool) -> Published:
-        """Return the report on a version, before its `commit`. `with_full`: it was sent in full as well."""
-        nbytes = (sealed.nbytes if with_full else 0) + sum(one.nbytes for one in written)
+    def report(self, sealed: Sealed, written: Sequence[WrittenDelta], more: int = 0, *, with_full: bool) -> Published:
+        """Return the report on a version, before its `commit`. `more`: bytes that were made for a history. `with_full`:
+        it was sent in full as well.
+        """
+        nbytes = more + (sealed.nbytes if with_full else 0) + sum(one.nbytes for one in written)
         fault, self._fault = self._fault, None
         if self._before is None or not written:
             return Published(encoding="full", nbytes=nbytes, fault=fault)
@@ -149,7 +170,9 @@ class VersionDeltas:
             elements.update(one.elements)
         ppm = {group: round(1e6 * changed[group] / count) for group, count in elements.items() if count}
         share, codec, took = changed.total() / max(1, elements.total()), last[0].codec, self._encode_s
-        return Published(encoding="delta", nbytes=nbytes, codec=codec, changed=share, changed_ppm=ppm, encode_s=took)
+        return Published(
+            encoding="delta", nbytes=nbytes, codec=codec, changed=share, changed_ppm=ppm, encode_s=took, fault=fault
+        )
 
     def publish(self, sealed: Sealed) -> Published:
         """Have the agents keep the deltas to a version where these pay, and commit it."""

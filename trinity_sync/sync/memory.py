@@ -202,7 +202,9 @@ def parts_here(
         raise RunError(f"node {node} has no agent to bring {', '.join(away)} of version {lease.version} there")
     limit_s = grown(timeout_s, sum(info.nbytes for info in away.values()))
     coming = {
-        part: agents[node].bring(WantedPart(lease.version, lease.slot, part, info.nbytes, agents[info.node]))
+        part: agents[node].bring(
+            WantedPart(lease.version, lease.slot, part, info.nbytes, agents[info.node], lease.again)
+        )
         for part, info in away.items()
     }
     for part, info in sorted(lease.parts.items()):

@@ -391,6 +391,25 @@ class NodeAgent:
 
         return [one for of_part in await self._of_each_part(encode) for one in of_part]
 
+    async def encode_from_base(
+        self, slot: int, base: Version, weights: str, folder: str, how: tuple[str, tuple[int, ...]], *, fsync: bool
+    ) -> list[WrittenDelta]:
+        """Make the deltas of this node's parts from a version in files, `weights`, to that of the last `encode_deltas`,
+        in files. `how`: its codec and spans.
+        """
+        encoders = self._encoders
+
+        def encode(part: str) -> WrittenDelta:
+            layout, encoder = self._layouts[part], encoders[part, *how]
+            with ShardFile(Path(weights) / shard_file(part)) as file:  # not mapped: a bad disk would end this process
+                if not file.layout.lies_as(layout):
+                    raise RunError(f"{file.path} has another layout than this run's versions")
+                one = encoder.encode_from(base, file.read, self._maps[slot, part], self._pool)
+            nbytes = self._write_delta(part, one, folder, fsync)
+            return WrittenDelta(part, base, nbytes, encoder.codec, one.changed, encoder.elements)
+
+        return await self._of_each_part(encode)
+
     async def forget_deltas(self) -> None:
         """Free the deltas, and what the next ones would have been made from. Those that are being made are not handed
         out: their slots may be filled before they are complete.

@@ -62,6 +62,7 @@ class WantedPart(NamedTuple):
     part: str
     nbytes: int
     owner: AgentClient  # of the node that staged it
+    again: bool = False  # a reader found its bytes damaged
 
     def __str__(self) -> str:
         return f"{self.part} of version {self.version}"
@@ -133,6 +134,13 @@ class PartPieces:
             self.check()
             self.piece(self._there)[:] = data[start : start + self.piece_bytes]
             self.arrived()
+
+    def keep(self, before: PartPieces) -> None:
+        """Take the first pieces of an earlier arrival in this memory that still have the digests of their arrival."""
+        for number, digest in enumerate(before._digests):
+            if xxh3_128_digest(self.piece(number)) != digest:
+                break
+            self.arrived(digest)
 
     def wait(self, number: int, seconds: float) -> bool:
         """Wait until a piece is there; return whether it is. GoneError: the memory is for another version now."""
@@ -423,7 +431,8 @@ class BroughtParts:
         return arena
 
     def bring(self, wanted: WantedPart) -> Future[str]:
-        """Begin to bring a part, unless it is here or on its way; return its file, once it is there.
+        """Begin to bring a part, unless it is here or on its way; return its file, once it is there. A part that was
+        damaged here comes again, from its first damaged piece on.
 
         Raises:
             GoneError: a newer version is in its slot.
@@ -438,15 +447,15 @@ class BroughtParts:
             held, coming = self._coming.get(key, (None, None))
             if held is not None and coming is not None:
                 failed = coming.done() and coming.exception() is not None
-                if held.version == wanted.version and not failed:
+                if held.version == wanted.version and not failed and not (wanted.again and coming.done()):
                     return coming
                 if wanted.version < held.version:
                     raise GoneError(f"{wanted} is not brought: its slot is for version {held.version} now")
                 held.end(f"its slot is for version {wanted.version} now")
             memory = memoryview(arena.map(*key))[: wanted.nbytes]
-            held = PartPieces(wanted.version, memory, whole=False, piece_bytes=self._piece_bytes)
-            begun = self._threads.submit(self._bring, wanted, held, str(arena.path(*key)), coming)
-            self._coming[key] = held, begun
+            fresh = PartPieces(wanted.version, memory, whole=False, piece_bytes=self._piece_bytes)
+            begun = self._threads.submit(self._bring, wanted, fresh, str(arena.path(*key)), held, coming)
+            self._coming[key] = fresh, begun
             return begun
 
     def _check_open(self) -> None:
@@ -471,10 +480,16 @@ class BroughtParts:
             self._coming.clear()
             self._arenas.clear()
 
-    def _bring(self, wanted: WantedPart, held: PartPieces, path: str, before: Future[str] | None) -> str:
-        if before is not None:
-            wait([before])
+    def _bring(
+        self, wanted: WantedPart, held: PartPieces, path: str, before: PartPieces | None, coming: Future[str] | None
+    ) -> str:
+        if coming is not None:
+            wait([coming])
         try:
+            if before is not None and before.version == wanted.version:
+                held.keep(before)
+                if before.there == held.count > held.there:
+                    self._tell(f"piece {held.there} of {wanted} was damaged in memory, and is brought again")
             while True:
                 held.check()
                 transport = self._transports[0]

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import closing
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import torch
@@ -180,6 +181,7 @@ class WeightLoader:
                     by_delta = broadcast is not None and broadcast.base is not None  # then it is sent in full as well
                     raise self._cannot(lease, error, DeltaError if by_delta else RunError) from error
                 self.note_fault(f"version {lease.version} was read once more: {error}")
+                lease = replace(lease, again=True)
         raise AssertionError("a load is tried at least once")
 
     def _give_up(self) -> None:

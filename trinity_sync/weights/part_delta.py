@@ -138,6 +138,22 @@ class PartEncoder:
         self._last = version
         return found
 
+    def encode_from(
+        self, base: Point, read: Callable[[int, memoryview], object], segment: Segment, pool: Executor
+    ) -> EncodedDelta:
+        """Return the delta from an older version to that of the last `encode`. `read`: copies the older bytes from a
+        place on. `segment`, `pool`: as of `encode`.
+        """
+        assert self._last is not None, "a version was encoded"
+        version, pieces = self._last, self._layout.by_shard
+
+        def piece(number: int, new: Elements) -> _PieceDelta:
+            old = np.empty_like(new)
+            read(pieces[number][0], old.view(np.uint8).data)
+            return self._over(old, number, new)
+
+        return self._joined(base, version, list(pool.map(piece, range(len(pieces)), _arrays(self._layout, segment))))
+
     def _piece(self, number: int, old: Elements, new: Elements) -> _PieceDelta:
         known, dtype = self._digests[number], self._layout.by_shard[number][2]
         parts = delta.encode(old, new, dtype, self.codec, base_digest=known)
@@ -151,11 +167,13 @@ class PartEncoder:
 
     def _merged(self, span: _Span, number: int, new: Elements) -> _PieceDelta:
         places, bits = span.logs.get(number, (np.empty(0, np.uint8), new[:0]))
-        before, base, result = new.copy(), span.digests[number], self._digests[number]
+        before = new.copy()
         before[places] = bits
-        dtype = self._layout.by_shard[number][2]
-        parts = delta.encode(before, new, dtype, self.codec, base_digest=base, result_digest=result)
-        return _PieceDelta(parts, result, len(places))
+        return self._over(before, number, new, span.digests[number])._replace(changed=len(places))
+
+    def _over(self, old: Elements, number: int, new: Elements, base: bytes | None = None) -> _PieceDelta:
+        dtype, result = self._layout.by_shard[number][2], self._digests[number]
+        return _PieceDelta(delta.encode(old, new, dtype, self.codec, base_digest=base, result_digest=result), result, 0)
 
     def _joined(self, start: Point, version: Point, pieces: list[_PieceDelta]) -> EncodedDelta:
         rows = [(sum(map(len, piece.parts)), piece.result) for piece in pieces]
@@ -276,8 +294,10 @@ def _arrays(layout: PartLayout, segment: Segment) -> list[Elements]:
 # The folder of a version in that of all deltas: the files of the deltas that end there, and what names them.
 
 
-KEPT_SPANS = (1, max(SPANS))
-"""Lengths of the deltas that a history keeps."""
+KEPT_SPANS = (1, min(SPANS))
+"""Lengths of the deltas that a history keeps, besides those from a base."""
+FROM_BASE_EVERY = max(SPANS)
+"""Versions of a history from one that has a delta from its base to the next."""
 
 _INDEX_FORMAT = 1
 

@@ -53,7 +53,13 @@ _TICK_S = 1.0
 
 
 class DamagedError(RunError):
-    """A checkpoint differs from its manifest, here or at the mirror; a retry would not help."""
+    """A checkpoint differs from its manifest, here or at the mirror; a retry would not help. `arrived`: a file that
+    came from the mirror with other bytes.
+    """
+
+    def __init__(self, message: str, arrived: FileEntry | None = None) -> None:
+        super().__init__(message)
+        self.arrived = arrived
 
 
 class ForeignError(RunError):
@@ -430,7 +436,7 @@ class Mirror:
             except FileNotFoundError:
                 raise DamagedError(f"{entry.path} is missing") from None
             if problem := catalog.difference(staging, entry, durable=True):
-                raise DamagedError(problem)
+                raise DamagedError(problem, arrived=entry)
 
         staging.mkdir(parents=True, exist_ok=True)
         try:

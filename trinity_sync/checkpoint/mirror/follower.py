@@ -18,6 +18,7 @@ import math
 import os
 import re
 import shutil
+import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -36,7 +37,7 @@ from trinity_sync.checkpoint.mirror.run_mirror import DELTA_FILES, MirrorSetting
 from trinity_sync.errors import ConfigError, RunError, TrinityError
 from trinity_sync.host.durable import make_folder, replace_file, sync_folder
 from trinity_sync.host.locks import open_lock, try_lock
-from trinity_sync.protocol.parts import delta_file
+from trinity_sync.protocol.parts import FileEntry, delta_file
 from trinity_sync.protocol.versions import Version
 from trinity_sync.weights.part_delta import Point, Step, VersionIndex, apply_steps, find_route
 
@@ -47,6 +48,8 @@ _VERSION = re.compile(r"version-(\d+)-(\d+)-([0-9a-f]{8})")
 _NOBODY = Owner(run="", folder="", host="", session="")
 _STILL_S = 120.0
 """A child process that moves no bytes for so long is ended."""
+_PAUSES_S = 30.0, 3600.0
+"""The first and the longest pause before a file that arrived damaged is fetched again; each is twice the one before."""
 
 
 class _Of(NamedTuple):
@@ -72,19 +75,29 @@ class _Fetched(NamedTuple):
     base: Point | None
 
 
+class _Look(NamedTuple):
+    """What a look at the store gave."""
+
+    fetched: _Fetched | None
+    shown: bool  # the newest version is shown already
+    damaged: Collection[FileEntry]  # files that arrived with other bytes
+
+
 class VersionFollower:
     """Keeps a folder at the newest version of a store.
 
     Args:
         place: the store.
         into: the folder.
-        say: called with a sentence for each problem.
+        say: called with a sentence for each problem, once.
     """
 
     def __init__(self, place: str, into: Path, say: Callable[[str], object]) -> None:
         self._place, self._into, self._own = place, into.absolute(), into.absolute() / _OWN
         self._say = say
         self._refused: set[_Of] = set()  # versions whose files are as the store says, and which have another digest
+        self._damaged: dict[FileEntry, tuple[float, float]] = {}  # the pause, and when it ends
+        self._told: set[str] = set()
 
     def open(self) -> None:
         """Lock the folder until this process ends. Raises ConfigError."""
@@ -122,9 +135,16 @@ class VersionFollower:
     def _update(self) -> bool:
         shown = self._shown()
         self._delete_others(shown)
-        work = partial(_fetch, root=self._own, held=self._held(), shown=shown, refused=frozenset(self._refused))
+        late = frozenset(one for one, (_, ends) in self._damaged.items() if time.monotonic() < ends)
+        refused = frozenset(self._refused)
+        work = partial(_fetch, root=self._own, held=self._held(), shown=shown, refused=refused, late=late)
         settings = MirrorSettings(timeout_s=_STILL_S)
-        fetched = call(self._place, settings, _NOBODY, work, say=self._say, log=self._own / "log")
+        fetched, is_shown, damaged = call(self._place, settings, _NOBODY, work, say=self._tell, log=self._own / "log")
+        for one in damaged:
+            pause = min(2 * self._damaged[one][0], _PAUSES_S[1]) if one in self._damaged else _PAUSES_S[0]
+            self._damaged[one] = pause, time.monotonic() + pause
+        if fetched is None and not is_shown:
+            raise RunError("no newer version can be made of what is there")
         if fetched is None:
             return False
         self._write(fetched)
@@ -135,6 +155,11 @@ class VersionFollower:
         link.replace(self.current)
         sync_folder(self._into)
         return True
+
+    def _tell(self, text: str) -> None:
+        if text not in self._told:
+            self._told.add(text)
+            self._say(text)
 
     def tidy(self) -> None:
         """Delete all but the current version and the parts that are held."""
@@ -202,18 +227,24 @@ class VersionFollower:
 
 
 def _fetch(
-    mirror: Mirror, root: Path, held: _Of | None, shown: _Of | None, refused: Collection[_Of]
-) -> _Fetched | None:
-    """Fetch what leads to the newest version with the fewest bytes; None: it is shown already. What is lost or damaged
-    is left out, and another way or an older version tried. Raises RunError: nothing newer can be made.
+    mirror: Mirror,
+    root: Path,
+    held: _Of | None,
+    shown: _Of | None,
+    refused: Collection[_Of],
+    late: Collection[FileEntry],
+) -> _Look:
+    """Fetch what leads to the newest version with the fewest bytes. What is lost or damaged is left out, and another
+    way or an older version tried. `late`: files that are not fetched now. Raises RunError: there is no version.
     """
     versions = mirror.versions()
     if not versions:
         raise RunError("there is no version yet")
     by_point = {point_of(one): one for one in versions}
     newest = _Of.manifest(versions[0])
+    damaged = set[FileEntry]()
     if shown == newest:
-        return None
+        return _Look(None, True, damaged)
     start = held.point if held is not None and held.run == newest.run else None
     base_bytes = next((_base(one).bytes for one in versions if is_base(one)), 0)
     lost = set[Point | Step]()
@@ -235,15 +266,21 @@ def _fetch(
             wanted: dict[Point | Step, Manifest] = {step: _deltas(by_point[step[1]], step[0]) for step in steps}
             if base is not None:
                 wanted[base] = _base(by_point[base])
-            if (failed := _fetch_all(mirror, root, wanted)) is None:
-                return _Fetched(version, steps, base)
+            away = (what for what, one in wanted.items() if not {*late, *damaged}.isdisjoint(one.files))
+            failed = next(away, None) or _fetch_all(mirror, root, wanted, damaged)
+            if failed is None:
+                return _Look(_Fetched(version, steps, base), False, damaged)
             lost.add(failed)
         mirror.say(f"version {Version(*of.point)} is skipped: what leads to it is not there, or damaged")
-    raise RunError("no newer version can be made of what is there")
+    return _Look(None, False, damaged)
 
 
-def _fetch_all(mirror: Mirror, root: Path, wanted: Mapping[Point | Step, Manifest]) -> Point | Step | None:
-    """Fetch the files of these manifests, of different steps; return the first whose files are lost or damaged."""
+def _fetch_all(
+    mirror: Mirror, root: Path, wanted: Mapping[Point | Step, Manifest], damaged: set[FileEntry]
+) -> Point | Step | None:
+    """Fetch the files of these manifests, of different steps; return the first whose files are lost or damaged. A file
+    that arrived damaged is added to `damaged`.
+    """
     names = {name for one in wanted.values() for name in (staged_name(one), step_dir(root, one.step).name)}
     for path in [*root.glob(f"*{contents.STEP_PREFIX}*"), *(root / contents.STAGING).glob("*")]:
         if path.name not in names:
@@ -260,6 +297,7 @@ def _fetch_all(mirror: Mirror, root: Path, wanted: Mapping[Point | Step, Manifes
             mirror.fetch(root, manifest)
         except DamagedError as error:
             mirror.say(f"step {manifest.step} there: {error}")
+            damaged |= set() if error.arrived is None else {error.arrived}
             return what
     return None
 
