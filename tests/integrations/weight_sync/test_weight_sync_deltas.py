@@ -60,6 +60,17 @@ def test_members_that_lost_the_version_before_get_all_of_the_next_one(members: M
     assert moved(members, 4) == full
 
 
+def test_members_that_hold_different_versions_get_all_of_the_next_one(members: Members) -> None:
+    full = moved(members, 1)
+    members.rollout[1]._held = "another"
+    assert moved(members, 2) == full
+
+
+def test_members_without_deltas_send_all_of_each_version(make: Callable[..., Members]) -> None:
+    members = make("nccl")
+    assert moved(members, 1) == moved(members, 2)
+
+
 def test_after_a_version_that_failed_the_next_one_travels_in_full(members: Members) -> None:
     full = moved(members, 1)
 
@@ -110,6 +121,14 @@ def test_a_delta_over_a_bucket_that_is_not_here_is_refused() -> None:
     [layout] = layouts([("a", "torch.bfloat16", (4, 4))], BUCKET)
     with pytest.raises(DeltaError, match="over a bucket that is not here"):
         BucketBase().apply(0, layout, torch.zeros(3, dtype=torch.uint8))
+
+
+def test_a_delta_over_a_bucket_of_other_tensors_is_refused() -> None:
+    [layout], [other] = (layouts([(name, "torch.bfloat16", (4, 4))], BUCKET) for name in ("a", "b"))
+    base = BucketBase()
+    base.keep(0, other, torch.zeros(other.nbytes, dtype=torch.uint8))
+    with pytest.raises(DeltaError, match="over a bucket that is not here"):
+        base.apply(0, layout, torch.zeros(3, dtype=torch.uint8))
 
 
 @pytest.mark.parametrize("mode", ["memory", "checkpoint"])
