@@ -46,6 +46,7 @@ class StandIn:
         resume: Any = None,
         until: int | None = None,
         settings: Any = None,
+        healing: object = None,
     ) -> int:
         cfg: Any = checked.composed
         self.calls.append(SimpleNamespace(cfg=cfg, run_dir=run_dir, resume=resume, until=until, command=list(sys.argv)))
