@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
@@ -97,15 +98,24 @@ def test_a_run_whose_last_checkpoint_is_committed_has_nothing_to_go_on_with(cloc
 def test_restarts_count_within_the_window(clock: Clock) -> None:
     judged = a_healing(clock, most=2)
     told = []
-    for seconds in (0, 60, 50, 10):
+    for committed, seconds in enumerate((0, 60, 50, 10)):
         clock.now += seconds
-        told.append(judged.judge(DEATH, at(7)))
+        told.append(judged.judge(DEATH, at(7, committed=committed)))
     assert [text and text.partition("(")[2].partition(" within")[0] for text in told] == [
         "restart 1 of 2",
         "restart 2 of 2",
         "restart 2 of 2",  # the first was 110 s ago
         None,
     ]
+
+
+def test_a_run_without_a_new_checkpoint_uses_its_restarts_up_however_long_each_attempt_takes(clock: Clock) -> None:
+    judged = a_healing(clock, most=2)
+    told = []
+    for _ in range(3):
+        clock.now += 1000
+        told.append(judged.judge(DEATH, at(7, began=4, committed=4)))
+    assert [text is None for text in told] == [False, False, True]
 
 
 def test_number_and_window_are_those_of_the_settings() -> None:
@@ -143,10 +153,15 @@ def test_memory_that_runs_out_twice_at_a_step_ends_the_run(clock: Clock) -> None
     def full() -> MemberDied:
         return MemberDied("explorer-0", "generate for step 8", of_memory=True)
 
+    def wrapped() -> ProcessLost:
+        lost = ProcessLost("explorer-0 died, and no other explorer is left")
+        lost.__cause__ = full()
+        return lost
+
     judged = a_healing(clock)
     assert judged.judge(full(), at(7)) is not None
     assert judged.judge(full(), at(9, began=4)) is not None
-    assert judged.judge(full(), at(9, began=8)) is None
+    assert judged.judge(wrapped(), at(9, began=8)) is None
 
 
 def test_a_death_keeps_its_fields_on_the_way_between_processes() -> None:
@@ -159,24 +174,24 @@ def test_a_death_keeps_its_fields_on_the_way_between_processes() -> None:
 def test_the_event_of_a_healing_tells_all_deaths_since_the_last_step(clock: Clock) -> None:
     judged = a_healing(clock)
     assert judged.event(0) is None
-    judged.judge(DEATH, at(7))
+    judged.judge(DEATH, at(7), since=990.0)
     clock.now += 5
     judged.judge(MemberDied("explorer-0", "start"), at(4, began=4, attempt=1))
     event = judged.event(4)
     assert event is not None
     died = "trainer rank 1 died before it could train step 7; then explorer-0 died before it could start"
-    assert (event.died, event.resumed_from, event.lost, event.time) == (died, 4, 3, 1000.0)
+    assert (event.died, event.resumed_from, event.lost, event.time) == (died, 4, 3, 990.0)
     judged.judge(MemberDied("explorer-0", "load version 9"), at(9, began=4, attempt=2))
     event = judged.event(8)
     assert event is not None
     assert (event.died, event.lost) == ("explorer-0 died before it could load version 9", 1)
 
 
-def test_what_a_resume_was_asked_holds_until_it_has_done_a_step(clock: Clock) -> None:
+def test_what_a_resume_was_asked_holds_until_it_has_a_checkpoint(clock: Clock) -> None:
     judged, asked = a_healing(clock), Resume(from_scratch=True, skip_unreadable=True, given=frozenset({"sync.store"}))
-    judged.judge(DEATH, at(4, began=4))
+    judged.judge(DEATH, at(5))
     assert judged.next(asked) == asked
-    judged.judge(DEATH, at(5, began=0))
+    judged.judge(DEATH, at(7, committed=6))
     assert judged.next(asked) == Resume(given=frozenset({"sync.store"}))
     assert not judged.heals(DEATH)
 
@@ -195,11 +210,12 @@ class Attempts:
         end, began = self.ends.pop(0), 2 * len(self.seen)
         if given["settings"] is not None:
             given["settings"](cfg.updated({"trainer.steps": LAST}))
-        with RunFolder.open(folder, resume=False) as held:
+        with RunFolder.open(folder, resume=(folder / "run.json").exists()) as held:
+            end = end() if callable(end) else end
             if not isinstance(end, BaseException):
                 assert isinstance(end, int)
                 return end
-            if isinstance(end, Exception):
+            if isinstance(end, Exception) and not isinstance(end, ConfigError):  # which comes before the record
                 healing.judge(end, at(began + 3, began=began, attempt=len(self.seen) - 1))
                 if healing.heals(end):
                     held.pass_on()
@@ -250,6 +266,25 @@ def test_an_attempt_that_cannot_resume_ends_the_run_as_a_failure_with_what_came_
     told = "^attempt 0: trainer rank 1 died .* step 7. The run cannot go on: step 4 cannot be read$"
     with pytest.raises(RunError, match=told):
         attempts(DEATH, ConfigError("step 4 cannot be read"))
+
+
+@pytest.mark.parametrize(
+    ("end", "status"), [(ConfigError("step 4 cannot be read"), "failed"), (KeyboardInterrupt(), "interrupted")]
+)
+def test_the_record_has_the_end_of_a_run_whose_next_attempt_did_not_begin(
+    attempts: Any, tmp_path: Path, end: BaseException, status: str
+) -> None:
+    line = {"attempt": 0, "status": "failed", "error": str(DEATH)}
+
+    def first() -> MemberDied:
+        (tmp_path / "run.json").write_text(json.dumps({**line, "attempts": [line]}))
+        return MemberDied("trainer rank 1", "train step 7")
+
+    with pytest.raises((RunError, KeyboardInterrupt)):
+        attempts(first, end)
+    record = json.loads((tmp_path / "run.json").read_text())
+    assert {record["status"], record["attempts"][0]["status"]} == {status}
+    assert record["error"] != str(DEATH)
 
 
 def test_restarts_do_not_change_the_digest_of_the_settings() -> None:

@@ -280,27 +280,33 @@ def test_a_second_finish_changes_nothing(tmp_path: Path) -> None:
 
 
 def test_an_attempt_that_another_one_follows_says_so_in_place_of_the_summary(tmp_path: Path) -> None:
-    asked: list[tuple[str, int]] = []
+    asked: list[tuple[str, int, float]] = []
+    clock = Clock()
 
-    def goes_on(error: BaseException, attempt: int) -> str:
-        asked.append((str(error), attempt))
+    def goes_on(error: BaseException, attempt: int, since: float) -> str:
+        asked.append((str(error), attempt, since))
         return "the run goes on"
+
+    def fail(recorder: Recorder) -> None:
+        recorder.failing()
+        clock.pass_(20)
+        raise RunError("trainer rank 1 died")
 
     seen: list[Path] = []
     with (
         pytest.raises(RunError),
-        synthetic.recording(tmp_path, goes_on=goes_on, report=seen.append) as recorder,
+        synthetic.recording(tmp_path, clock, goes_on=goes_on, report=seen.append) as recorder,
         recorder.ending({}),
     ):
-        raise RunError("trainer rank 1 died")
-    assert asked == [("trainer rank 1 died", 0)]
+        fail(recorder)
+    assert asked == [("trainer rank 1 died", 0, clock.now - 20)]
     assert printed(recorder) == "failed: trainer rank 1 died; the run goes on\n"
     assert seen == []
     assert [read_json(tmp_path / "run.json")[key] for key in ("status", "error")] == ["failed", "trainer rank 1 died"]
 
 
 def test_an_interrupt_is_followed_by_no_attempt(tmp_path: Path) -> None:
-    def goes_on(error: BaseException, attempt: int) -> str:
+    def goes_on(error: BaseException, attempt: int, since: float) -> str:
         pytest.fail("it was asked")
 
     with pytest.raises(KeyboardInterrupt), synthetic.recording(tmp_path, goes_on=goes_on):

@@ -435,7 +435,9 @@ class FreeRollout:
             self._report(name, f"{why}; the run goes on with {', '.join(left)}. {hint}")
         elif not restarting:
             kind = ProcessLost if isinstance(why, ProcessLost) else RunError
-            self.fail(kind(f"{why}, and no other explorer is left. {hint}"))
+            lost = kind(f"{why}, and no other explorer is left. {hint}")
+            lost.__cause__ = why
+            self.fail(lost)
         return False
 
     def _report(self, name: str, error: str) -> None:

@@ -4,6 +4,7 @@ attempt is a resume (`launcher.run`); the local Ray stays where it still works.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -14,12 +15,13 @@ from trinity_sync.actors.pending import MemberDied, Unanswered
 from trinity_sync.config import Config, RunConfig
 from trinity_sync.errors import ConfigError, ProcessLost, RunError, TrinityError, WaitTimeout
 from trinity_sync.host.interrupts import failing_of_it
+from trinity_sync.host.masking import without_hidden
 from trinity_sync.host.origin import origin
 from trinity_sync.launch.own_ray import ray_kept
 from trinity_sync.launch.start import Resume, Start, committed_steps
 from trinity_sync.tracking.events import HealEvent
 from trinity_sync.tracking.json_lines import metrics_step, read_last
-from trinity_sync.tracking.run_record import RunFolder, unlock_run_folder
+from trinity_sync.tracking.run_record import RunFolder, amend_end, read_record, unlock_run_folder
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,14 +46,14 @@ class Healing:
     """Decides by the type of an error whether a run goes on after it, and counts the restarts.
 
     Args:
-        most: restarts within `window_s` seconds.
+        most: restarts within `window_s` seconds, and without a new checkpoint.
         silent_s: time after which ranks give up one that does not answer (`backend.timeout_s`), seconds.
         clock: returns Unix seconds.
     """
 
     def __init__(self, most: int, window_s: float, silent_s: float, clock: Callable[[], float] = time.time) -> None:
         self._most, self._window_s, self._silent_s, self._clock = most, window_s, silent_s, clock
-        self._restarts: list[float] = []
+        self._restarts: list[tuple[float, int]] = []  # when, and the step of the newest checkpoint then
         self._story: list[str] = []
         self._judged: BaseException | None = None
         self._heals = False
@@ -61,40 +63,48 @@ class Healing:
         # since the last step: the deaths, when the first of them was, and after which step
         self._died: list[str] = []
         self._since, self._step = 0.0, 0
-        self._did_step = False  # the last attempt
+        # of the last attempt
+        self._attempt, self._did_step, self._saved = -1, False, False
 
     @classmethod
     def of(cls, cfg: Config) -> Healing:
         """Make that of a run."""
         return cls(cfg.trainer.max_restarts, cfg.trainer.restart_window_s, cfg.backend.timeout_s)
 
-    def goes_on(self, folder: RunFolder, start: Start, last: int, error: BaseException, attempt: int) -> str | None:
+    def goes_on(
+        self, folder: RunFolder, start: Start, last: int, error: BaseException, attempt: int, since: float
+    ) -> str | None:
         """As `judge`; a record that cannot be read ends the run."""
         try:
-            return self.judge(error, Reached.of(folder, start, attempt=attempt, last=last))
+            return self.judge(error, Reached.of(folder, start, attempt=attempt, last=last), since)
         except (TrinityError, OSError):
             return None
 
-    def judge(self, error: BaseException, reached: Reached) -> str | None:
-        """Decide whether the run goes on after an error that ends an attempt. Returns what to tell the user then, None:
-        the run ends.
+    def judge(self, error: BaseException, reached: Reached, since: float | None = None) -> str | None:
+        """Decide whether the run goes on after an error that ends an attempt. `since`: when it was met, if that was
+        before. Returns what to tell the user then, None: the run ends.
         """
         now, self._judged, self._heals = self._clock(), error, False
+        told = without_hidden(str(error))
+        self._attempt, self._saved = reached.attempt, reached.committed > reached.began
         self._did_step = reached.step > reached.began
         self._worked |= self._did_step
         if self._did_step or not self._died:
-            self._died, self._since, self._step = [], now, reached.step
-        self._died.append(str(error))
-        self._story.append(f"attempt {reached.attempt}: {error}")
-        no_memory_at = reached.step if isinstance(error, MemberDied) and error.of_memory else None
+            self._died, self._since, self._step = [], now if since is None else since, reached.step
+        self._died.append(told)
+        self._story.append(f"attempt {reached.attempt}: {told}")
+        no_memory_at = reached.step if _is_of_memory(error) else None
         again, self._no_memory_at = no_memory_at is not None and no_memory_at == self._no_memory_at, no_memory_at
         if again or not self._is_lost(error) or reached.committed >= reached.last:
             return None
-        self._restarts = [at for at in self._restarts if now - at < self._window_s]
+        # a run that fails before each next checkpoint makes no progress, however long it takes
+        self._restarts = [
+            (at, step) for at, step in self._restarts if now - at < self._window_s or reached.committed <= step
+        ]
         if len(self._restarts) >= self._most:
             self._used_up = True
             return None
-        self._restarts.append(now)
+        self._restarts.append((now, reached.committed))
         self._heals = True
         count = f"restart {len(self._restarts)} of {self._most} within {self._window_s:g} s"
         return f"the run goes on from its newest checkpoint ({count}, trainer.max_restarts)"
@@ -125,8 +135,8 @@ class Healing:
     def next(self, resume: Resume) -> Resume:
         """Return how the next attempt resumes, after one that was started by `resume`."""
         self._judged = None  # it refers to all that the attempt has used
-        # an attempt with a step has gone back to where it was asked to
-        return replace(resume, from_scratch=False, skip_unreadable=False) if self._did_step else resume
+        # until there is a newer checkpoint, the one that the user wants to leave would be found again
+        return replace(resume, from_scratch=False, skip_unreadable=False) if self._saved else resume
 
     def event(self, step: int) -> HealEvent | None:
         """Return the event for the next step of an attempt that starts after a step; None: nothing has died. Its time
@@ -136,6 +146,19 @@ class Healing:
             return None
         lost = max(0, self._step - step)
         return HealEvent(time=self._since, died="; then ".join(self._died), resumed_from=step, lost=lost, total_s=None)
+
+    def is_between(self, run_json: Path) -> bool:
+        """Return whether the run was to go on, and the next attempt has not begun."""
+        with contextlib.suppress(ConfigError):
+            return self._heals and read_record(run_json)["attempt"] == self._attempt
+        return False
+
+
+def _is_of_memory(error: BaseException | None) -> bool:
+    """Return whether Ray has ended a process for want of memory, by an error or its causes."""
+    while error is not None and not (isinstance(error, MemberDied) and error.of_memory):
+        error = error.__cause__
+    return error is not None
 
 
 def run(
@@ -151,6 +174,7 @@ def run(
     start.
     """
     from trinity_sync.launch import launcher
+    from trinity_sync.report import write_report
 
     healing, used = Healing.of(config.settings), [config]
 
@@ -173,5 +197,12 @@ def run(
                             raise
                         raise RunError(told) from error
                 resume, saving = healing.next(resume or Resume(started_in=started_in)), None
+    except BaseException as error:
+        if healing.is_between(run_json := run_dir / "run.json"):
+            stopped = isinstance(error, KeyboardInterrupt)
+            with contextlib.suppress(TrinityError):
+                amend_end(run_json, "interrupted" if stopped else "failed", None if stopped else str(error))
+                write_report(run_dir)
+        raise
     finally:
         unlock_run_folder(run_dir)

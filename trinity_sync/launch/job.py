@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from trinity_sync.config import build, retention_policies
 from trinity_sync.config.checks import sync_settings
-from trinity_sync.errors import grown
+from trinity_sync.errors import ProcessLost, grown
 from trinity_sync.host import interrupts
 from trinity_sync.launch import sample_source
 from trinity_sync.launch.actors import Actors, Setup
@@ -67,10 +67,13 @@ class Job:
         try:
             completed = loop.run()
         except BaseException as error:
+            self._recorder.failing()
             with contextlib.suppress(Exception):
                 saves.settle(interrupts.left(_SETTLE_S, interrupts.REST_S))
+            # the next attempt takes up the copies again
+            heals = isinstance(error, ProcessLost) and self._cfg.trainer.max_restarts > 0
             with contextlib.suppress(Exception):
-                self._finish_copies(at_once=isinstance(error, KeyboardInterrupt))
+                self._finish_copies(at_once=heals or isinstance(error, KeyboardInterrupt))
             raise
         actors.synchronizer.set_trainer_status("stopped").result(actors.synchronizer.timeout_s)
         self._finish_copies(at_once=not completed)

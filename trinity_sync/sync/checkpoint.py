@@ -224,6 +224,8 @@ class DeltaPublisher(CheckpointPublisher):
         elif from_base is not None and from_base[0] not in dict(kept):
             more = self._deltas.encode_from(*from_base, sealed, folder, durable=self._durable)
             kept += [] if more is None else [(from_base[0], more)]
+            if more is None:  # its file may hang: no version waits for it again
+                self._base = None
         found = VersionIndex(None if base is None else str(base), kept, sealed.digest)
         found.write(folder / HISTORY, durable=self._durable)
         return more or 0

@@ -49,7 +49,7 @@ from trinity_sync.tracking.trackers import TrackedRun, Tracker
 
 logger = logging.getLogger(__name__)
 
-GoesOn = Callable[[BaseException, int], str | None]
+GoesOn = Callable[[BaseException, int, float], str | None]
 """Returns a sentence if another attempt follows one that an error has ended; see `Recorder.start`."""
 
 
@@ -88,6 +88,7 @@ class Recorder:
         self._events = json_lines.JsonlWriter(folder.events)
         self._samples = json_lines.JsonlWriter(folder.samples)
         self._goes_on, self._healed = goes_on, healed
+        self._failed_at: float | None = None
         self._lock = threading.Lock()
         self._finished = False
         self._late: list[Event] = []
@@ -123,8 +124,8 @@ class Recorder:
         """Open the record of an attempt: start the trackers, cut abandoned lines, write run.json, show the view.
         `command`, `seed`, `config_digest`, `threads`, `reproducible`, `id`, `places`: for run.json, see `RunRecord`.
         `clock`: returns Unix seconds. `goes_on`: asked after a failure whether another attempt follows in this process,
-        with its number; its answer replaces the summary. `healed`: recorded with the first step, its time that of the
-        failure before.
+        with its number and the time of `failing`; its answer replaces the summary. `healed`: recorded with the first
+        step, its time that of the failure before.
         """
         if folder.resumed and resumed_from is None:
             raise ValueError("a resume needs the step it starts from")
@@ -144,7 +145,7 @@ class Recorder:
         tracked = TrackedRun(
             folder=folder.path, name=name, config=config or {}, attempt=record.attempt, resumed_from=resumed_from
         )
-        started = Trackers(trackers, tracked)
+        started = Trackers(trackers, tracked, required=healed is None)
         try:
             if resumed_from is not None:
                 json_lines.cut_after(folder.metrics, resumed_from, key=json_lines.metrics_step)
@@ -228,6 +229,10 @@ class Recorder:
         found = None if isinstance(error, str) else origin(error)
         trace = None if found is None else without_hidden(found.traceback)
         self.event(FaultEvent(where=where, error=without_hidden(text), traceback=trace))
+
+    def failing(self) -> None:
+        """Note the time of a failure that ends the attempt: to end it in order takes a while."""
+        self._failed_at = self._clock()
 
     def finish(
         self,
@@ -323,7 +328,7 @@ class Recorder:
         try:
             with shielded():
                 asked = self._goes_on if status == "failed" and not self._finished else None
-                then = None if asked is None else asked(error, self.attempt)
+                then = None if asked is None else asked(error, self.attempt, self._failed_at or self._clock())
                 self.finish(status, None if status == "interrupted" else text, peak_memory, next_attempt=then)
         except RunError as problem:
             # The exception being raised is the first cause.

@@ -22,6 +22,7 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.host import hardware
 from trinity_sync.host.durable import make_folder, write_all
 from trinity_sync.host.locks import open_lock, try_lock
+from trinity_sync.host.masking import without_hidden
 from trinity_sync.host.package_source import installed_version
 from trinity_sync.tracking.json_lines import write_json
 
@@ -208,6 +209,15 @@ class RunRecord:
 
     def _write(self) -> None:
         write_json(self.path, self.to_json())
+
+
+def amend_end(path: Path, status: Status, error: str | None) -> None:
+    """Write another end of the newest attempt: after it the run was to go on, and could not."""
+    record = read_record(path)
+    record["status"], record["error"] = status, error and without_hidden(error)
+    if record["attempts"]:
+        record["attempts"][-1]["status"], record["attempts"][-1]["error"] = status, record["error"]
+    write_json(path, record)
 
 
 def read_record(path: Path) -> RunJson:
@@ -399,9 +409,9 @@ class RunFolder:
         """Lock the folder for this process. Raises RunFolderInUse if another process has locked it."""
         path = Path(path).absolute()
         run_json = path / "run.json"
-        early = _locks.pop(path.resolve(), None)
         if resume and not run_json.exists():
             raise ConfigError(f"{path} holds no run to resume: there is no run.json in it; name the folder of a run")
+        early = _locks.pop(path.resolve(), None)
         lock = _locked(path) if early is None else early
         try:
             if not resume and run_json.exists():

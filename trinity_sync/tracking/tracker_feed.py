@@ -46,15 +46,23 @@ _Kind = Literal["fails", "late", "full", "end", "samples"]
 
 class Trackers:
     """All trackers of a run. After the start only `close` waits, and nothing is raised. Raises ConfigError if a tracker
-    cannot start; the others are closed again.
+    cannot start; the others are closed again. Unless they are `required`, the run goes on without it, and a fault says
+    so.
     """
 
-    def __init__(self, trackers: Iterable[Tracker], run: TrackedRun) -> None:
+    def __init__(self, trackers: Iterable[Tracker], run: TrackedRun, *, required: bool = True) -> None:
         self._on_fault: Callable[[str, str], object] = lambda where, error: logger.warning("%s: %s", where, error)
         self._feeds = [_Feed(tracker, run, self._report_fault) for tracker in trackers]
+        self._missed: list[tuple[str, str]] = []
         try:
-            for feed in self._feeds:
-                feed.wait_started()
+            for feed in list(self._feeds):
+                try:
+                    feed.wait_started()
+                except ConfigError as error:
+                    if required:
+                        raise
+                    self._feeds.remove(feed)
+                    self._missed.append((f"tracker {feed.name}", f"{error}; the run goes on without it"))
         except BaseException:
             self.close("failed")
             raise
@@ -62,6 +70,8 @@ class Trackers:
     def report_faults(self, report: Callable[[str, str], object]) -> None:
         """Report faults to `report`, from any thread, until `close` returns; without it they are logged."""
         self._on_fault = report
+        for where, error in self._missed:
+            self._report_fault(where, error)
 
     def log(self, step: int, values: Mapping[str, object]) -> None:
         """Hand the finite numbers among `values` to every tracker."""
