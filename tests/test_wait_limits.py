@@ -102,7 +102,7 @@ class Patient:
 
 def test_the_wait_for_a_part_is_for_all_that_travel_with_it() -> None:
     agent: Any = Patient(SimpleNamespace(path="slot", errors=()))
-    lease: Any = SimpleNamespace(version=VERSION, slot=0)
+    lease: Any = SimpleNamespace(version=VERSION, slot=0, again=False)
     lease.parts = {name: part(name, nbytes * MB) for name, nbytes in (("rank-00000", 2_000), ("rank-00001", 1_000))}
     found = list(memory.parts_here({"here": agent, "there": agent}, "here", lease, LIMIT, lambda error: None))
     assert [info.path for info in found] == ["slot", "slot"]

@@ -226,8 +226,9 @@ def main() -> None:
 
     end_with_driver()
     with socket.socket(socket.AF_UNIX) as listening:
-        listening.bind(path)
+        listening.bind(f"{path}~")
         listening.listen(128)
+        Path(f"{path}~").rename(path)  # who sees it can connect
         _load(first.split(","))
         request = ForkServer(listening, later.split(",")).serve()
     if request is not None:
