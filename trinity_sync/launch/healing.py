@@ -46,7 +46,7 @@ class Healing:
     """Decides by the type of an error whether a run goes on after it, and counts the restarts.
 
     Args:
-        most: restarts within `window_s` seconds, and without a new checkpoint.
+        most: restarts within `window_s` seconds or since the newest checkpoint, whichever is longer.
         silent_s: time after which ranks give up one that does not answer (`backend.timeout_s`), seconds.
         clock: returns Unix seconds.
     """
@@ -106,7 +106,7 @@ class Healing:
             return None
         self._restarts.append((now, reached.committed))
         self._heals = True
-        count = f"restart {len(self._restarts)} of {self._most} within {self._window_s:g} s"
+        count = f"restart {len(self._restarts)} of {self._most} within {self._window_s:g} s or since a new checkpoint"
         return f"the run goes on from its newest checkpoint ({count}, trainer.max_restarts)"
 
     def _is_lost(self, error: BaseException) -> bool:
