@@ -109,6 +109,21 @@ def test_a_tracker_that_does_not_start_in_time_stops_the_run(run: TrackedRun, st
     assert second.abandoned
 
 
+def test_a_run_that_goes_on_needs_no_tracker_that_does_not_start(run: TrackedRun, stopped: threading.Event) -> None:
+    good, late = Fake(), Standing("start", stopped)
+    trackers = Trackers([late, Fake("start"), good], run, required=False)
+    told: list[tuple[str, str]] = []
+    trackers.report_faults(lambda where, error: told.append((where, error)))
+    trackers.log(1, {"a": 1})
+    trackers.close("completed")
+    assert ("log", 1, {"a": 1.0}) in good.calls
+    assert late.abandoned
+    assert told == [
+        ("tracker Standing", "tracker Standing did not start within 0.3 s; the run goes on without it"),
+        ("tracker Fake", "tracker Fake cannot start: no network; the run goes on without it"),
+    ]
+
+
 def test_a_tracker_that_fails_later_is_told_once(run: TrackedRun, caplog: pytest.LogCaptureFixture) -> None:
     good, bad = Fake(), Fake("log")
     trackers = Trackers([bad, good], run)

@@ -49,6 +49,15 @@ def test_a_folder_that_is_passed_on_stays_held_until_the_next_one_leaves_it(tmp_
     assert lock_owner(tmp_path) is None
 
 
+def test_a_folder_that_is_passed_on_and_cannot_be_opened_is_let_go_in_the_end(tmp_path: Path) -> None:
+    with RunFolder.open(tmp_path, resume=False) as folder:
+        folder.pass_on()
+    with pytest.raises(ConfigError, match="no run to resume"):
+        RunFolder.open(tmp_path, resume=True)
+    run_record.unlock_run_folder(tmp_path)
+    assert lock_owner(tmp_path) is None
+
+
 def test_looking_for_a_holder_leaves_no_trace(tmp_path: Path) -> None:
     assert lock_owner(tmp_path) is None
     assert list(tmp_path.iterdir()) == []

@@ -62,6 +62,8 @@ class Trackers:
                     if required:
                         raise
                     self._feeds.remove(feed)
+                    feed.end("failed")
+                    feed.wait_ended(time.monotonic())
                     self._missed.append((f"tracker {feed.name}", f"{error}; the run goes on without it"))
         except BaseException:
             self.close("failed")
