@@ -299,6 +299,8 @@ class SamplesConfig:
 
     record_interval: int = number(at_least=0)
     record_groups: int = number(at_least=1)
+    journal: bool = MISSING
+    journal_mb: int = number(at_least=1)
     over_stale: str = choice("wait", "drop")
     buffer: int = number(at_least=1)
 

@@ -27,10 +27,13 @@ from trinity_sync.host.logs import story
 from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.protocol.versions import LOAD_HOPS, Version
 from trinity_sync.samples.batch import SampleBatch, assign
+from trinity_sync.samples.journal import StepJournal
 from trinity_sync.samples.record import FOR_TRAINING, Drawing, Prompt
 from trinity_sync.sync.base import Delivery
 
 _CLOSE_S = 10.0
+_ANSWERED_S = 60.0
+"""Limit for an answer that is there, but may have been spilled to disk."""
 
 Deliver = Callable[[dict[str, ExplorerClient], Version], Delivery]
 
@@ -175,18 +178,26 @@ class ExplorerPool:
         samples_per_prompt: int,
         deliver: Deliver,
         drawing: Drawing = FOR_TRAINING,
+        journal: StepJournal | None = None,
     ) -> SampleBatch:
-        """Have all explorers generate for the prompts of a step; return the samples sorted by prompt and sample."""
+        """Have all explorers generate for the prompts of a step; return the samples sorted by prompt and sample.
+        `journal`: has the samples of shares that were finished before.
+        """
         shares = dict(zip(self.clients, assign(len(prompts), len(self.clients)), strict=True))
+        finished: dict[str, SampleBatch] = {}
+        for name, share in shares.items():
+            found = journal.find([prompts[i].index for i in share]) if journal is not None and len(share) else None
+            if found is not None:
+                finished[name] = found
         while True:
             began = time.time()
             calls = [
                 client.generate(step, [prompts[i] for i in shares[name]], samples_per_prompt, drawing)
                 for name, client in self.clients.items()
-                if len(shares[name])
+                if len(shares[name]) and name not in finished
             ]
             try:
-                batches = results(calls, self._timeout_s, on_answer=partial(self._on_answer, step, began))
+                batches = results(calls, self._timeout_s, on_answer=partial(self._on_answer, step, began, journal))
             except MemberDied as death:
                 if death.who not in self.clients:
                     raise
@@ -195,7 +206,7 @@ class ExplorerPool:
                 # Only the restarted one: the others hold the version, and may still be generating.
                 self._load({death.who: self.clients[death.who]}, self._held, deliver)
                 continue
-            return SampleBatch.concatenate(batches).sorted()
+            return SampleBatch.concatenate([*finished.values(), *batches]).sorted()
 
     def produce(self, name: str, work: Sequence[tuple[int, Sequence[Prompt]]], samples_per_prompt: int) -> Produced:
         """Have one explorer load the newest version and generate; see `Explorer.produce`. Any thread. Raises
@@ -225,7 +236,9 @@ class ExplorerPool:
         self._on_generated(_generated(name, version.step, version.step, began, time.time()))
         return batch
 
-    def _on_answer(self, step: int, began: float, call: Call[SampleBatch]) -> None:
+    def _on_answer(self, step: int, began: float, journal: StepJournal | None, call: Call[SampleBatch]) -> None:
+        if journal is not None:
+            journal.append(call.result(_ANSWERED_S))
         assert self._held is not None, "explorers load before they generate"
         self._on_generated(_generated(call.who, step, self._held.step, began, time.time()))
 

@@ -20,6 +20,7 @@ from trinity_sync.host import interrupts
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.advantages import Drawn, GroupFilter, Judge
 from trinity_sync.samples.batch import PairBatch, SampleBatch
+from trinity_sync.samples.journal import Journal, Taken
 from trinity_sync.samples.metrics import Line, excerpt
 from trinity_sync.samples.position import GroupId, Numbering, Position, SavedPosition
 from trinity_sync.samples.queue import GroupQueue, QueueRules, ReadyGroup, UpdateGroups
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 class RolloutData:
     """The `Data` of a run whose explorers generate each step's batch from the task's prompts. `mode`: the sync mode, by
     which they load. `group_filter`: leaves out groups, in place of which further prompts are answered; None: keeps all.
+    `journal`: has samples that were finished before.
     """
 
     def __init__(
@@ -47,10 +49,13 @@ class RolloutData:
         samples_per_prompt: int,
         judge: Judge,
         group_filter: GroupFilter | None = None,
+        journal: Journal | None = None,
     ) -> None:
         self._task = task
         self._pool = pool
         self._mode = mode
+        self._journal = journal
+        self._digest: str | None = None
         self._numbering = numbering
         self._samples_per_prompt = samples_per_prompt
         self._judge = judge
@@ -76,7 +81,8 @@ class RolloutData:
         earlier = self._prompts[1]
         prompts = prompts_of(self._task, self._numbering, step, len(earlier))
         self._prompts = step, [*earlier, *prompts]
-        return self._pool.generate(step, prompts, self._samples_per_prompt, self._mode.deliver)
+        journal = self._journal.of_step(step, self._digest) if self._journal is not None and self._digest else None
+        return self._pool.generate(step, prompts, self._samples_per_prompt, self._mode.deliver, journal=journal)
 
     def drawn(self) -> Drawn | None:
         return self._drawn
@@ -88,7 +94,10 @@ class RolloutData:
         return Position(self._following, GroupId(step + 1, 0)).to_json()
 
     def load(self, version: Version) -> list[LoadReport]:
-        return self._pool.load(version, self._mode.deliver)
+        reports = self._pool.load(version, self._mode.deliver)
+        digests = {report.digest for report in reports}
+        self._digest = digests.pop() if len(digests) == 1 else None
+        return reports
 
     def excerpt(self, batch: SampleBatch, advantages: np.ndarray | None, groups: int) -> list[Line]:
         return excerpt(batch, advantages, groups, self._prompt)
@@ -153,6 +162,7 @@ class FreeRollout:
         on_fault: called with each lost explorer and each failed load: (where, error).
         group_filter: tells which groups are flat, where `rules` count them; None: none is.
         validations: come before all other work; None: no validation.
+        journal: has groups that earlier attempts finished; None: there is none.
     """
 
     def __init__(
@@ -170,6 +180,7 @@ class FreeRollout:
         on_fault: Callable[[str, str], None],
         group_filter: GroupFilter | None = None,
         validations: VersionValidations | None = None,
+        journal: Journal | None = None,
     ) -> None:
         self._filter = group_filter
         self._drawn: Drawn | None = None
@@ -183,6 +194,11 @@ class FreeRollout:
         self._on_load = on_load
         self._on_fault = on_fault
         self._queue: GroupQueue[_Piece] = GroupQueue(rules, first, time.monotonic, position)
+        self._journal = journal
+        self._repeats: dict[int, UpdateGroups[_Piece]] = {}
+        self._finished: list[tuple[ReadyGroup[_Piece], bool]] = []
+        if journal is not None:
+            self._take_up(journal, first)
         self._changed = threading.Condition()
         self._alive = set(pool.clients)
         self._busy: set[str] = set()
@@ -221,7 +237,7 @@ class FreeRollout:
                 if self._error is not None:
                     raise self._error
                 assert step == self._queue.step, "updates are taken in order"
-                taken = self._queue.take()
+                taken = self._repeated(step) if step in self._repeats else self._took(step)
                 # In either case explorers may go on: places are free, or overdue groups are handed out again.
                 self._changed.notify_all()
                 if taken is not None:
@@ -235,6 +251,41 @@ class FreeRollout:
             self._drawn = _drawn(taken)
             self._filter.check_filled(step, self._drawn.filled, self._drawn.groups)
         return _assemble([*taken.groups, *taken.filled])
+
+    def _take_up(self, journal: Journal, first: int) -> None:
+        """Take up the steps and the finished groups of earlier attempts."""
+        taken, finished = journal.go_on(first - 1, self._queue.is_open)
+        self._queue.reserve(finished)
+        ready = {
+            group: ReadyGroup(one.version_step, group, _Piece(one.batch, one.rows)) for group, one in finished.items()
+        }
+        left = {*finished}
+        for step, groups in taken.items():
+            self._repeats[step] = UpdateGroups(*([ready[group] for group in part] for part in groups))
+            left.difference_update(groups.all())
+        self._finished = [(ready[group], finished[group].flat) for group in sorted(left)]
+        if not self._repeats:
+            self._restore()
+
+    def _repeated(self, step: int) -> UpdateGroups[_Piece]:
+        """Return the groups that an earlier attempt took for a step."""
+        taken = self._repeats.pop(step)
+        self._queue.repeat(one.group for part in taken for one in part)
+        if not self._repeats:
+            self._restore()
+        return taken
+
+    def _took(self, step: int) -> UpdateGroups[_Piece] | None:
+        """Return the groups of the next update, and write them to the journal; None: too few are ready."""
+        taken = self._queue.take()
+        if taken is not None and self._journal is not None:
+            self._journal.took(step, Taken(*([one.group for one in part] for part in taken)))
+        return taken
+
+    def _restore(self) -> None:
+        for ready, flat in self._finished:
+            self._queue.restore(ready.group, ready.version_step, ready.samples, flat=flat)
+        self._finished = []
 
     def drawn(self) -> Drawn | None:
         """Return all groups used up for the last batch; None: they are the batch."""
@@ -397,9 +448,14 @@ class FreeRollout:
         with self._changed:
             self._progress = time.monotonic()
             self._mixed += int(batch.spans.mixed.sum())
-            for group in sorted(pieces):
-                rows = pieces[group]
-                self._queue.deliver(group, int(oldest[rows].min()), _Piece(batch, rows), flat=flat[group])
+            accepted = [
+                group
+                for group, rows in sorted(pieces.items())
+                if self._queue.deliver(group, int(oldest[rows].min()), _Piece(batch, rows), flat=flat[group])
+            ]
+            if self._journal is not None and accepted:  # the trainer takes none of them before
+                rows = np.sort(np.concatenate([pieces[group] for group in accepted]))
+                self._journal.append(batch.take(rows), flat=[group for group in accepted if flat[group]])
             self._changed.notify_all()
 
     def _is_flat(self, piece: _Piece) -> bool:

@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from trinity_sync.explorer.pool import ExplorerPool
     from trinity_sync.explorer.validation import Validation, VersionValidations
     from trinity_sync.protocol.versions import Version
+    from trinity_sync.samples.journal import Journal
     from trinity_sync.sync.base import Publisher
     from trinity_sync.trainer.free_loop import FreeLoop
     from trinity_sync.trainer.full_saves import FullSaves, PublishedState, SaveSettings
@@ -59,8 +60,10 @@ class Job:
         published = self._published()
         # free explorers start a resumed run with the trainer's weights
         behind = published if actors.explores and not actors.free else None
-        saves = FullSaves(actors.monitor, actors.trainer, settings, self._recorder, behind)
-        loop = self._make_loop(saves, self._publisher(settings), published)
+        journal = sample_source.sample_journal(self._setup, explores=actors.explores)
+        cut = None if journal is None else journal.cut
+        saves = FullSaves(actors.monitor, actors.trainer, settings, self._recorder, behind, cut)
+        loop = self._make_loop(saves, self._publisher(settings), published, journal)
         interrupts.check()
         if actors.explores:
             self._recorder.phase("sending the first version")
@@ -150,7 +153,9 @@ class Job:
             report=self._recorder.event,
         )
 
-    def _make_loop(self, saves: FullSaves, mode: Publisher, published: PublishedState) -> FreeLoop | TrainingLoop:
+    def _make_loop(
+        self, saves: FullSaves, mode: Publisher, published: PublishedState, journal: Journal | None
+    ) -> FreeLoop | TrainingLoop:
         from trinity_sync.trainer.free_loop import FreeLoop
         from trinity_sync.trainer.loop import TrainingLoop
         from trinity_sync.trainer.steps import LoopSettings, Steps
@@ -184,9 +189,9 @@ class Job:
         )
         if actors.free and actors.pool is not None:
             validations = self._version_validations(actors.pool)
-            source = sample_source.free_data(cfg, task, start, actors.pool, self._recorder, validations)
+            source = sample_source.free_data(cfg, task, start, actors.pool, self._recorder, validations, journal)
             return FreeLoop(steps, source=source, mode=mode, saves=saves, stop=self._setup.stop, validator=validations)
-        data = sample_source.lockstep_data(cfg, task, start, actors.model_path, actors.pool, mode)
+        data = sample_source.lockstep_data(cfg, task, start, actors.model_path, actors.pool, mode, journal)
         return TrainingLoop(
             steps,
             data=data,
@@ -219,7 +224,12 @@ class Job:
             return None
         bound = agreement_bound(self._cfg)
         return AgreementCheck(
-            self.actors.trainer, self._recorder.event, bound, step_timeout_s, refuse=choice == "refuse"
+            self.actors.trainer,
+            self._recorder.event,
+            bound,
+            step_timeout_s,
+            refuse=choice == "refuse",
+            attempt=self._recorder.attempt,
         )
 
     def _version_validations(self, pool: ExplorerPool) -> VersionValidations | None:

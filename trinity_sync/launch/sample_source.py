@@ -4,12 +4,18 @@ what it needs.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import contextlib
+import stat
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
+from xxhash import xxh3_128_hexdigest
+
+from trinity_sync.config.lookup import module_source
 from trinity_sync.config.schema import (
     Config,
     FileValidationConfig,
@@ -17,6 +23,8 @@ from trinity_sync.config.schema import (
     OverlongConfig,
     ValidationTimesConfig,
 )
+from trinity_sync.errors import ConfigError
+from trinity_sync.host.references import matched_files
 from trinity_sync.launch.row_scan import note
 from trinity_sync.launch.start import Start
 from trinity_sync.tracking.recorder import Recorder
@@ -26,9 +34,11 @@ if TYPE_CHECKING:
     from trinity_sync.explorer.pool import ExplorerPool
     from trinity_sync.explorer.rollout import FreeRollout, NoData, RolloutData
     from trinity_sync.explorer.validation import Validation, ValidationSettings, VersionValidations
+    from trinity_sync.launch.actors import Preparation
     from trinity_sync.launch.row_scan import Scanned
     from trinity_sync.samples.advantages import GroupFilter, Judge
     from trinity_sync.samples.batch import PairBatch
+    from trinity_sync.samples.journal import Journal
     from trinity_sync.samples.metrics import ValidationTimes
     from trinity_sync.samples.position import Numbering, SavedPosition
     from trinity_sync.samples.record import Prompt
@@ -93,8 +103,63 @@ def _section(value: object, schema: type[S]) -> S:
     return schema(**{name: found for name, found in values.items() if name in names})
 
 
+def sample_journal(setup: Preparation, *, explores: bool) -> Journal | None:
+    """Make the journal of a run's samples; None: it has none."""
+    from trinity_sync.samples.journal import Journal
+
+    cfg, owner = setup.cfg, setup.owner
+    if not explores or not cfg.samples.journal or cfg.workload.kind == "bytes" or owner is None:
+        return None
+    return Journal(
+        setup.folder.path / "journal",
+        run=owner.run,
+        made_with=_made_with(cfg, setup.config_digest),
+        attempt=setup.recorder.attempt,
+        most_bytes=cfg.samples.journal_mb << 20,
+        fault=setup.recorder.fault,
+    )
+
+
+def _made_with(cfg: Config, config_digest: str) -> str:
+    """Return a digest of the settings, and of the user's code and files of the task: samples depend on them."""
+    found = [config_digest]
+    for values in (cfg.task, vars(cfg.explorer), vars(cfg.algorithm)):
+        found += [text for key, value in _leaves(values) for text in _content(key, value)]
+    return xxh3_128_hexdigest("\n".join(found).encode("utf-8", "surrogatepass"))
+
+
+def _leaves(value: object, key: str = "") -> Iterator[tuple[str, str]]:
+    if isinstance(value, str):
+        yield key, value
+    elif isinstance(value, Mapping):
+        for name, child in value.items():
+            yield from _leaves(child, str(name))
+    elif isinstance(value, Sequence):
+        for child in value:
+            yield from _leaves(child, key)
+
+
+def _content(key: str, value: str) -> Iterator[str]:
+    module = value.partition(".")[0]
+    if key == "_target_" and module != "trinity_sync":
+        spec = find_spec(module)
+        installed = spec is not None and "site-packages" in str(spec.origin)  # large, and not edited
+        yield f"{module} {spec.origin if spec is not None and installed else module_source(module)}"
+    with contextlib.suppress(OSError, ValueError, ConfigError):
+        for file in matched_files(value) if key == "path" else [value]:
+            found = Path(file).expanduser().stat()
+            if stat.S_ISREG(found.st_mode):
+                yield f"{file} {found.st_size} {found.st_mtime_ns}"
+
+
 def lockstep_data(
-    cfg: Config, task: Any, start: Start, model_path: str, pool: ExplorerPool | None, publisher: Publisher
+    cfg: Config,
+    task: Any,
+    start: Start,
+    model_path: str,
+    pool: ExplorerPool | None,
+    publisher: Publisher,
+    journal: Journal | None = None,
 ) -> NoData | PairsData | RolloutData:
     """Make the data of a run whose explorers and trainer take turns."""
     if cfg.workload.kind == "bytes" and pool is not None:
@@ -117,6 +182,7 @@ def lockstep_data(
         samples_per_prompt=groups.samples_per_prompt,
         judge=groups.judge,
         group_filter=groups.group_filter,
+        journal=journal,
     )
 
 
@@ -225,6 +291,7 @@ def free_data(
     pool: ExplorerPool,
     recorder: Recorder,
     validations: VersionValidations | None = None,
+    journal: Journal | None = None,
 ) -> FreeRollout:
     """Make the source of samples of a run whose explorers run ahead of the trainer."""
     from trinity_sync.explorer.rollout import FreeRollout
@@ -256,6 +323,7 @@ def free_data(
         on_fault=recorder.fault,
         group_filter=group_filter,
         validations=validations,
+        journal=journal,
     )
 
 

@@ -22,7 +22,7 @@ from trinity_sync.tracking.summary import version_digests
 Number = int | float | None
 """A metric in JSON; None: not finite."""
 
-_MEASURED = ("timing/", "perf/", "mfu", "samples/waited_s", "samples/ready")
+_MEASURED = ("timing/", "perf/", "mfu", "samples/waited_s", "samples/ready", "samples/journaled")
 """Prefixes of metrics that depend on the machine."""
 _OF_THE_LINE = ("attempt", "step", "time")
 

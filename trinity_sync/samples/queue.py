@@ -14,7 +14,7 @@ teaches nothing: it is put aside, and is used only if the next update finds too 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
@@ -99,6 +99,7 @@ class GroupQueue(Generic[T]):
         self._out: dict[GroupId, _Out] = {}
         self._ready: dict[GroupId, ReadyGroup[T]] = {}
         self._starved_since: float | None = None
+        self._repeated: set[GroupId] = set()  # of the journal, for the steps to come
         self.aside: list[ReadyGroup[T]] = []
         self.step = step
         self.newest: int | None = None
@@ -140,6 +141,30 @@ class GroupQueue(Generic[T]):
         else:
             self._ready[group] = made
         return True
+
+    def is_open(self, group: GroupId) -> bool:
+        """Tell whether a group is still to be generated. Others were trained on, if this is before `hand_out`."""
+        return group in self._waiting or group >= self._next
+
+    def reserve(self, groups: Collection[GroupId]) -> None:
+        """Take open groups that an earlier attempt has finished out of those to generate. Called before `hand_out`."""
+        self._repeated = {*groups}
+        last = max(groups, default=None)
+        while last is not None and self._next <= last:
+            self._waiting.append(self._following())
+        self._waiting = sorted({*self._waiting} - self._repeated)
+
+    def repeat(self, groups: Iterable[GroupId]) -> None:
+        """Do an update with groups of `reserve`, as an earlier attempt did."""
+        self._repeated.difference_update(groups)
+        self._starved_since = None
+        self.step += 1
+
+    def restore(self, group: GroupId, version_step: int, samples: T, *, flat: bool = False) -> None:
+        """Deliver a group of `reserve`."""
+        self._repeated.discard(group)
+        heapq.heappush(self._waiting, group)
+        self.deliver(group, version_step, samples, flat=flat)
 
     def give_back(self, explorer: str) -> None:
         """Take back all groups of an explorer."""
@@ -185,10 +210,11 @@ class GroupQueue(Generic[T]):
 
     def position(self) -> SavedPosition:
         """Return the position in the task's groups as JSON values; see `Position`."""
-        return Position(self.numbering, self._next, sorted([*self._waiting, *self._out, *self._ready])).to_json()
+        waiting = sorted([*self._waiting, *self._out, *self._ready, *self._repeated])
+        return Position(self.numbering, self._next, waiting).to_json()
 
     def _admits(self) -> bool:
-        ahead = len(self._ready) + len(self._out)
+        ahead = len(self._ready) + len(self._out) + len(self._repeated)
         if self.newest is None or ahead >= self._rules.max_open:
             return False
         if ahead + len(self.aside) >= max(self._rules.max_open, self._rules.most_made or 0):

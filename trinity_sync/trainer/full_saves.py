@@ -86,7 +86,9 @@ class _OpenSave(NamedTuple):
 
 
 class FullSaves:
-    """Full checkpoints of a run. `published`: saves the version that explorers hold; None: there are no explorers."""
+    """Full checkpoints of a run. `published`: saves the version that explorers hold; None: there are no explorers.
+    `committed`: called with the step of each that is committed.
+    """
 
     def __init__(
         self,
@@ -95,8 +97,10 @@ class FullSaves:
         settings: SaveSettings,
         log: Recorder,
         published: PublishedState | None = None,
+        committed: Callable[[int], None] | None = None,
     ) -> None:
         self._published = published
+        self._committed = committed
         self._monitor = monitor
         self._trainer = trainer
         self._settings = settings
@@ -251,6 +255,8 @@ class FullSaves:
         del self._pending[call]  # an interrupted wait leaves it to `settle`
         self._succeeded = max(self._succeeded, save.step)
         record_commit(self._log, result, self._blocked(save), save.began)
+        if self._committed is not None:
+            self._committed(save.step)
 
     def _first_failure(self, step: int) -> TrinityError | None:
         """Return the monitor's first error of a failed step. The error of a rank says more than its consequence, the

@@ -166,6 +166,8 @@ class Steps:
         with groups of equal rewards.
         """
         found = batch_metrics(batch)
+        if isinstance(batch, SampleBatch) and (earlier := int((batch.version_attempts < self.settings.attempt).sum())):
+            found["samples/journaled"] = float(earlier)
         if drawn is not None:
             found |= drawn_metrics(drawn)
             if drawn.filled:
@@ -433,12 +435,20 @@ _SAMPLES, _OF_EACH = 32, 4
 class AgreementCheck:
     """Measures each explorer once, by samples of the version that the trainer holds. `bound`: of the mean difference,
     nats. `refuse`: a larger difference ends the run; otherwise it is a fault. `timeout_s`: limit of the measurement,
-    seconds.
+    seconds. `attempt`: of the run; samples of earlier ones say nothing of its explorers.
     """
 
     def __init__(
-        self, trainer: TrainerGroup, event: Callable[[Event], None], bound: float, timeout_s: float, *, refuse: bool
+        self,
+        trainer: TrainerGroup,
+        event: Callable[[Event], None],
+        bound: float,
+        timeout_s: float,
+        *,
+        refuse: bool,
+        attempt: int = 0,
     ) -> None:
+        self._attempt = attempt
         self._trainer, self._event, self._timeout_s = trainer, event, timeout_s
         self._bound, self._refuse = bound, refuse
         self._measured: set[str] = set()
@@ -447,7 +457,8 @@ class AgreementCheck:
         """Measure samples of explorers that were not measured yet, before a step trains on them. Samples of older
         versions are skipped. Records an event ``agreement`` for each explorer.
         """
-        fresh = np.flatnonzero((batch.version_steps == step - 1) & ~np.isin(batch.explorers, [*self._measured]))
+        now = (batch.version_steps == step - 1) & (batch.version_attempts == self._attempt)
+        fresh = np.flatnonzero(now & ~np.isin(batch.explorers, [*self._measured]))
         of_each = [fresh[batch.explorers[fresh] == name] for name in np.unique(batch.explorers[fresh])]
         if not of_each:
             return
