@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from trinity_sync.explorer.rollout import LOAD_TRIES, FreeRollout
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.advantages import GroupFilter, group_advantages
 from trinity_sync.samples.batch import SampleBatch
+from trinity_sync.samples.journal import Journal
+from trinity_sync.samples.position import GroupId
 from trinity_sync.samples.queue import QueueRules
 from trinity_sync.samples.record import Prompt, Sample
 
@@ -120,6 +123,9 @@ class Runs:
         overdue_s: float = LIMIT,
         timeout_s: float = LIMIT,
         group_filter: GroupFilter | None = None,
+        first: int = 1,
+        position: Any = None,
+        journal: Journal | None = None,
         **rules: Any,
     ) -> FreeRollout:
         given = {"groups_per_step": GROUPS, "max_staleness": 1, "wait": True, "max_open": 2 * GROUPS}
@@ -129,8 +135,9 @@ class Runs:
             QueueRules(**(given | rules), overdue_s=overdue_s),
             samples_per_prompt=SAMPLES,
             judge=group_advantages,
-            first=1,
-            position=None,
+            first=first,
+            position=position,
+            journal=journal,
             timeout_s=timeout_s,
             on_load=self.loads.append,
             on_fault=lambda where, error: self.faults.append((where, error)),
@@ -138,7 +145,7 @@ class Runs:
         )
         self.made.append(rollout)
         rollout.start()
-        rollout.published(0)
+        rollout.published(first - 1)
         return rollout
 
 
@@ -355,3 +362,74 @@ def test_what_was_dropped_is_counted_in_samples(runs: Runs) -> None:
     train(rollout, members, 3)
     # Also what the explorer began with version 0 while the trainer was about to publish 1.
     assert GROUPS * SAMPLES <= rollout.metrics()["samples/dropped"] <= 3 * GROUPS * SAMPLES
+
+
+# -- the journal
+
+
+@pytest.fixture
+def journal(tmp_path: Path) -> Callable[[int], Journal]:
+    def of(attempt: int) -> Journal:
+        return Journal(
+            tmp_path / "journal",
+            run="run",
+            made_with="settings",
+            attempt=attempt,
+            most_bytes=1 << 24,
+            fault=lambda where, error: pytest.fail(error),
+        )
+
+    return of
+
+
+def groups_of(*batches: SampleBatch) -> set[GroupId]:
+    return {GroupId(item.step, item.prompt) for batch in batches for item in batch}
+
+
+def asked(members: Pretend) -> set[GroupId]:
+    return {GroupId(step, prompt.index) for _, work in members.calls for step, prompts in work for prompt in prompts}
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_a_run_that_goes_on_trains_on_the_same_batches_and_makes_no_finished_group_again(
+    runs: Runs, journal: Callable[[int], Journal], flat: bool
+) -> None:
+    settings: dict[str, Any] = filtered(fill=True) if flat else {}
+    never_made = frozenset(f"{step}-{index}" for step in range(1, 9) for index in (0, 2)) if flat else frozenset()
+    members = Pretend("a", "b")
+    members.flat = never_made
+    rollout = runs.start(members, journal=(first := journal(0)), **settings)
+    train(rollout, members, 1)
+    position = rollout.position()
+    before = [list(batch) for batch in train(rollout, members, 2, 3)]
+    rollout.close()
+    first.close()
+    finished = {GroupId(*group) for group in rollout._queue._ready}
+
+    again = Pretend("a", "b")
+    again.flat, again.newest = never_made, 1
+    second = runs.start(again, journal=journal(1), first=2, position=position, **settings)
+    repeated = train(second, again, 2, 3)
+    assert [list(batch) for batch in repeated] == before
+    after = train(second, again, 4, 5, 6)
+    assert not asked(again) & (groups_of(*repeated) | finished)
+    trained = [group for batch in (*repeated, *after) for group in groups_of(batch)]
+    assert len(trained) == len(set(trained)) == 5 * GROUPS
+
+
+def test_a_position_saved_while_steps_are_repeated_has_the_groups_of_those_to_come(
+    runs: Runs, journal: Callable[[int], Journal]
+) -> None:
+    members = Pretend("a")
+    rollout = runs.start(members, journal=(first := journal(0)))
+    batches = train(rollout, members, 1, 2, 3)
+    rollout.close()
+    first.close()
+    again = Pretend("a")
+    second = runs.start(again, journal=journal(1))
+    train(second, again, 1)
+    position = second.position()
+    waiting = {GroupId(*group) for group in position["waiting"]}
+    following = GroupId(*position["next"])
+    assert all(group in waiting or group >= following for group in groups_of(*batches[1:]))
+    assert not waiting & groups_of(batches[0])

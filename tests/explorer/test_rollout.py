@@ -18,6 +18,7 @@ from trinity_sync.explorer.pool import ExplorerPool
 from trinity_sync.explorer.rollout import RolloutData
 from trinity_sync.samples.advantages import GroupFilter, group_advantages
 from trinity_sync.samples.batch import SampleBatch
+from trinity_sync.samples.journal import StepJournal
 from trinity_sync.samples.position import Numbering, Position
 from trinity_sync.samples.record import Prompt
 from trinity_sync.sync.base import Publisher
@@ -49,7 +50,14 @@ class Pretend:
         self._differs = differs
         self.asked: list[list[str]] = []
 
-    def generate(self, step: int, prompts: Sequence[Prompt], samples_per_prompt: int, deliver: object) -> SampleBatch:
+    def generate(
+        self,
+        step: int,
+        prompts: Sequence[Prompt],
+        samples_per_prompt: int,
+        deliver: object,
+        journal: StepJournal | None = None,
+    ) -> SampleBatch:
         self.asked.append([prompt.text for prompt in prompts])
         return SampleBatch.of(
             sample(step=step, prompt=prompt.index, number=number, reward=float(number and self._differs(prompt.text)))

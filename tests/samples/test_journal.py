@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -50,13 +51,15 @@ def make(tmp_path: Path, faults: list[str]) -> Iterator[Make]:
 
 def batch(step: int, *prompts: int, version: int | None = None, text: str = "text") -> SampleBatch:
     return SampleBatch.of(
-        sample(
-            step=step,
-            prompt=prompt,
-            number=number,
-            version=(0, step - 1 if version is None else version),
+        replace(
+            sample(
+                step=step,
+                prompt=prompt,
+                number=number,
+                version=(0, step - 1 if version is None else version),
+                reward=None if number else 0.5,
+            ),
             text=text,
-            reward=None if number else 0.5,
         )
         for prompt in prompts
         for number in range(2)
@@ -97,7 +100,7 @@ def test_samples_of_other_weights_are_not_used_and_it_is_told_once(make: Make, f
     assert again.find(3, [0], "other") is None
     (told,) = faults
     assert "step 3" in told
-    assert "digest other" in told
+    assert "this attempt has other" in told
 
 
 @pytest.mark.parametrize("changed", [{"run": "other"}, {"made_with": "other"}])

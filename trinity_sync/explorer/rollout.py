@@ -255,11 +255,11 @@ class FreeRollout:
     def _take_up(self, journal: Journal, first: int) -> None:
         """Take up the steps and the finished groups of earlier attempts."""
         taken, finished = journal.go_on(first - 1, self._queue.is_open)
-        self._queue.reserve(finished)
+        left = {group for group in finished if self._queue.is_open(group)}  # flat ones of a step need not be
+        self._queue.reserve(left)
         ready = {
             group: ReadyGroup(one.version_step, group, _Piece(one.batch, one.rows)) for group, one in finished.items()
         }
-        left = {*finished}
         for step, groups in taken.items():
             self._repeats[step] = UpdateGroups(*([ready[group] for group in part] for part in groups))
             left.difference_update(groups.all())

@@ -17,7 +17,7 @@ from __future__ import annotations
 import json
 import struct
 import threading
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple, cast
@@ -190,9 +190,6 @@ class Journal:
             groups: dict[GroupId, Finished] = {}
             read: dict[int, SampleBatch] = {}
             for group, made in list(self._of_group.items()):
-                if not is_open(group):
-                    self._drop(group)
-                    continue
                 if id(made) not in read:
                     read[id(made)] = self._batch(made) or SampleBatch.of([])
                 batch = read[id(made)]
@@ -201,12 +198,17 @@ class Journal:
                     continue
                 version = made.versions[made.prompts.index(group)]
                 groups[group] = Finished(batch, rows, version, group in made.flat)
-            while (found := self._took.get(last + 1)) is not None and all(one in groups for one in found.all()):
+            while (found := self._took.get(last + 1)) is not None:
+                if not (all(one in groups for one in found.all()) and all(map(is_open, found.groups))):
+                    break
                 last += 1
                 taken[last] = found
             if self._files:
                 self._write(b"kept", {"last": last})
             self._keep(last)
+            repeated = {group for found in taken.values() for group in found.all()}
+            for group in [one for one in self._of_group if one not in repeated and not is_open(one)]:
+                self._drop(group)
             return taken, {group: one for group, one in groups.items() if group in self._of_group}
 
     def took(self, step: int, taken: Taken) -> None:
@@ -302,7 +304,7 @@ class Journal:
             self._tell(f"{file.path} is damaged after {file.nbytes} bytes ({error}); what follows is generated again")
         return True
 
-    def _write(self, kind: _Kind, head: dict[str, object], columns: Sequence[_Column] = ()) -> _Place | None:
+    def _write(self, kind: _Kind, head: Mapping[str, object], columns: Sequence[_Column] = ()) -> _Place | None:
         if self._stopped:
             return None
         if columns:
