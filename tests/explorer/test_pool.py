@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar
 
+import numpy as np
 import pytest
 import ray
 
@@ -29,6 +30,7 @@ from trinity_sync.explorer.validation import Validation, ValidationSettings
 from trinity_sync.protocol.parts import PartInfo
 from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.protocol.versions import Version
+from trinity_sync.samples.journal import Journal
 from trinity_sync.samples.metrics import ValidationTimes
 from trinity_sync.samples.record import Prompt
 from trinity_sync.sync import Synchronizer, SynchronizerConfig
@@ -238,6 +240,23 @@ def test_a_death_while_generating_changes_no_sample_where_restarts_are_allowed(
     assert re.search(r"^explorer-1 died before it could generate for step 7 \(Worker .+\)$", error)
     # The other one holds the version, and may still be busy with what it was asked for.
     assert loaded == ["explorer-1"]
+
+
+def test_a_share_that_was_finished_before_is_taken_from_the_journal_and_the_other_one_made(
+    pool: ExplorerPool, pools: Pools, tmp_path: Path
+) -> None:
+    def journal(attempt: int) -> Journal:
+        keys = {"run": "run", "made_with": "settings", "most_bytes": 1 << 20}
+        return Journal(tmp_path / "journal", attempt=attempt, fault=lambda *_: None, **keys)  # type: ignore[arg-type]
+
+    pool.load(FIRST, deliver)
+    whole = pool.generate(7, PROMPTS, 2, deliver)
+    journal(0).of_step(7, "digest").append(whole.take(np.flatnonzero(whole.prompts < 3)))  # those of explorer-0
+    for attempt, asked in ((1, ["explorer-1"]), (2, [])):
+        pools.generated.clear()
+        found = pool.generate(7, PROMPTS, 2, deliver, journal=journal(attempt).of_step(7, "digest"))
+        assert list(found) == list(whole)
+        assert [one.explorer for one in pools.generated] == asked
 
 
 @pytest.mark.parametrize("how", [deliver, deliver_to_the_living], ids=["each by itself", "in rounds"])

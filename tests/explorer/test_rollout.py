@@ -8,17 +8,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
 from tests.samples.helpers import sample
+from trinity_sync.actors.explorer_client import LoadReport
 from trinity_sync.errors import RunError
 from trinity_sync.explorer.pool import ExplorerPool
 from trinity_sync.explorer.rollout import RolloutData
+from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.advantages import GroupFilter, group_advantages
 from trinity_sync.samples.batch import SampleBatch
-from trinity_sync.samples.journal import StepJournal
+from trinity_sync.samples.journal import Journal, StepJournal
 from trinity_sync.samples.position import Numbering, Position
 from trinity_sync.samples.record import Prompt
 from trinity_sync.sync.base import Publisher
@@ -70,7 +73,63 @@ class Mode:
     deliver = None
 
 
-def data(pool: Pretend, task: object, *, numbering: Numbering, batches: int = 5) -> RolloutData:
+def third(text: str) -> bool:
+    return int(text) % 3 == 0
+
+
+class Loaded(Pretend):
+    """Explorers that hold a version with a digest, and use the journal for the prompts of a call."""
+
+    def __init__(self, *digests: str | None) -> None:
+        super().__init__(third)
+        self._digests = digests
+
+    def load(self, version: Version, deliver: object) -> list[LoadReport]:
+        return [
+            LoadReport(
+                explorer="a", version=version, digest=digest, bytes_moved=1, total_s=0.0, paused_s=0.0, peak_rss=1
+            )
+            for digest in self._digests
+        ]
+
+    def generate(self, *args: Any, journal: StepJournal | None = None, **_: Any) -> SampleBatch:
+        made = None if journal is None else journal.find([prompt.index for prompt in args[1]])
+        if made is None:
+            made = super().generate(*args)
+            if journal is not None:
+                journal.append(made)
+        return made
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "again"),
+    [
+        (["one"], ["one"], False),
+        (["one", "one"], ["one", "one"], False),
+        (["one"], ["other"], True),
+        (["one", "other"], ["one", "other"], True),  # not one version
+        ([None], [None], True),  # sync.verify is not full
+    ],
+)
+def test_a_step_is_answered_again_only_with_other_weights(
+    tmp_path: Path, before: list[str | None], after: list[str | None], again: bool
+) -> None:
+    asked, trained = [], []
+    for attempt, digests in enumerate((before, after)):
+        pool = Loaded(*digests)
+        journal = Journal(tmp_path, run="run", made_with="", attempt=attempt, most_bytes=1 << 20, fault=lambda *_: None)
+        made = data(pool, Rows(), numbering=Numbering(1, 0, PROMPTS), journal=journal)
+        made.load(Version(attempt, 0))
+        trained.append(texts(made, made.batch(1)))
+        asked.append(len(pool.asked))
+        journal.close()
+    assert trained[0] == trained[1]
+    assert asked == [3, 3 if again else 0]
+
+
+def data(
+    pool: Pretend, task: object, *, numbering: Numbering, batches: int = 5, journal: Journal | None = None
+) -> RolloutData:
     return RolloutData(
         cast(Task, task),
         cast(ExplorerPool, pool),
@@ -79,15 +138,12 @@ def data(pool: Pretend, task: object, *, numbering: Numbering, batches: int = 5)
         samples_per_prompt=2,
         judge=group_advantages,
         group_filter=GroupFilter(wanted=PROMPTS, metric="reward", batches=batches, fill=True) if batches else None,
+        journal=journal,
     )
 
 
 def texts(made: RolloutData, batch: SampleBatch) -> list[str]:
     return [str(line["text"]) for line in made.excerpt(batch, None, 100)][::2]
-
-
-def third(text: str) -> bool:
-    return int(text) % 3 == 0
 
 
 def test_every_prompt_that_differs_is_trained_on_once_and_in_order() -> None:

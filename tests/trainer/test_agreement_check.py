@@ -120,6 +120,13 @@ def test_a_sample_that_no_rank_has_computed_refuses_the_run(monkeypatch: pytest.
         Checked(ranks).check(3, batch(a=(2, 2)))
 
 
+def test_samples_of_an_earlier_attempt_do_not_count() -> None:
+    ranks = Ranks(a=0.5)
+    check = AgreementCheck(cast(TrainerGroup, ranks), pytest.fail, 0.06, 5.0, refuse=True, attempt=1).check
+    check(3, batch(a=(2, 2)))
+    assert ranks.asked == []
+
+
 def test_a_warning_is_a_fault_of_the_explorer_and_lets_the_run_go_on() -> None:
     checked = Checked(Ranks(a=0.5, b=0.0), refuse=False)
     checked.check(3, batch(a=(2, 2), b=(2, 2)))

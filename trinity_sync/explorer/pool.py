@@ -197,7 +197,7 @@ class ExplorerPool:
                 if len(shares[name]) and name not in finished
             ]
             try:
-                batches = results(calls, self._timeout_s, on_answer=partial(self._on_answer, step, began, journal))
+                results(calls, self._timeout_s, on_answer=partial(self._on_answer, step, began, finished, journal))
             except MemberDied as death:
                 if death.who not in self.clients:
                     raise
@@ -206,7 +206,7 @@ class ExplorerPool:
                 # Only the restarted one: the others hold the version, and may still be generating.
                 self._load({death.who: self.clients[death.who]}, self._held, deliver)
                 continue
-            return SampleBatch.concatenate([*finished.values(), *batches]).sorted()
+            return SampleBatch.concatenate([*finished.values()]).sorted()
 
     def produce(self, name: str, work: Sequence[tuple[int, Sequence[Prompt]]], samples_per_prompt: int) -> Produced:
         """Have one explorer load the newest version and generate; see `Explorer.produce`. Any thread. Raises
@@ -236,9 +236,17 @@ class ExplorerPool:
         self._on_generated(_generated(name, version.step, version.step, began, time.time()))
         return batch
 
-    def _on_answer(self, step: int, began: float, journal: StepJournal | None, call: Call[SampleBatch]) -> None:
+    def _on_answer(
+        self,
+        step: int,
+        began: float,
+        finished: dict[str, SampleBatch],
+        journal: StepJournal | None,
+        call: Call[SampleBatch],
+    ) -> None:
+        finished[call.who] = call.result(_ANSWERED_S)
         if journal is not None:
-            journal.append(call.result(_ANSWERED_S))
+            journal.append(finished[call.who])
         assert self._held is not None, "explorers load before they generate"
         self._on_generated(_generated(call.who, step, self._held.step, began, time.time()))
 
