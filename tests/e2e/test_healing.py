@@ -15,6 +15,7 @@ import pytest
 
 from tests.e2e.runs import LIMIT_S, Run, Started, launch, start
 from tests.e2e.test_faults import assert_ended_clean
+from tests.e2e.test_free import FREE, assert_sound
 from tests.models.test_shapes import SMALL
 
 STEPS, STRUCK_AT = 24, 10
@@ -100,6 +101,38 @@ def test_a_run_that_trains_goes_on_bit_for_bit_without_a_rank_that_dies_or_stand
     strike(started, "trainer-rank-1", signum)
     named = "trainer rank 1 died" if signum == signal.SIGKILL else "no answer from trainer rank 1"
     assert_healed(started.finish(), undisturbed, started.process.pid, named)
+
+
+@pytest.mark.all
+def test_a_healed_run_makes_no_finished_sample_again(folder: Path) -> None:
+    settings = ("trainer.steps=12", "checkpoint.interval=100", "explorer.replicas=2")
+    undisturbed = launch(folder.with_name("undisturbed"), *settings)
+    started = start(folder, *settings)
+    strike(started, "trainer-rank-1", at=6)
+    run = started.finish()
+    assert run.code == 0, run.output
+    assert run.digests == undisturbed.digests
+    of_step = len(undisturbed.events("generate")) // 12
+    lines = run.lines("metrics.jsonl")
+    journaled = [line["step"] for line in lines if line.get("samples/journaled") == 16]
+    assert journaled[:6] == list(range(1, 7))
+    assert len(run.events("generate")) <= of_step * 6
+    assert "journal" not in " ".join(fault["where"] for fault in run.events("fault"))
+    assert not list((run.folder / "journal").iterdir())
+
+
+@pytest.mark.all
+def test_a_free_run_that_is_healed_trains_on_the_same_batches_again(folder: Path) -> None:
+    started = start(folder, *FREE, "trainer.steps=40", "checkpoint.interval=100", "samples.record_interval=1")
+    started.wait_for_event(lambda event: event["event"] == "publish" and event["version"] >= 20)
+    before = Run(folder, 0, "").digests
+    os.kill(started.pid_of("trainer-rank-0"), signal.SIGKILL)
+    run = started.finish()
+    assert_sound(run, 40)
+    lines = run.lines("metrics.jsonl")
+    assert [line.get("samples/journaled") for line in lines[:20]] == [16.0] * 20
+    assert {step: digest for step, digest in run.digests.items() if step in before} == before
+    assert len(before) > 10
 
 
 @pytest.mark.all
