@@ -71,7 +71,7 @@ class _File:
     last_step: int = 0
 
 
-class _Place(NamedTuple):
+class _RecordPlace(NamedTuple):
     """The place of a record."""
 
     file: _File
@@ -82,7 +82,7 @@ class _Place(NamedTuple):
 class _Made(NamedTuple):
     """The samples of one record. `prompts`: their groups, ascending. `versions`: the oldest of each."""
 
-    place: _Place
+    place: _RecordPlace
     digest: str | None
     prompts: Sequence[GroupId]
     versions: Sequence[int]
@@ -291,7 +291,7 @@ class Journal:
             for record in records:
                 head = record.head
                 if record.kind == b"made":
-                    self._note_made(_made(_Place(file, record.start, record.nbytes), head))
+                    self._note_made(_made(_RecordPlace(file, record.start, record.nbytes), head))
                 elif record.kind == b"took":
                     taken = Taken(*(_groups(part) for part in cast("list[object]", head["taken"])))
                     self._note_took(file, cast(int, head["step"]), taken)
@@ -304,7 +304,7 @@ class Journal:
             self._tell(f"{file.path} is damaged after {file.nbytes} bytes ({error}); what follows is generated again")
         return True
 
-    def _write(self, kind: _Kind, head: Mapping[str, object], columns: Sequence[_Column] = ()) -> _Place | None:
+    def _write(self, kind: _Kind, head: Mapping[str, object], columns: Sequence[_Column] = ()) -> _RecordPlace | None:
         if self._stopped:
             return None
         if columns:
@@ -326,7 +326,7 @@ class Journal:
             self._close()
             self._tell(f"{self._folder} cannot be written: {error}; until a checkpoint is committed, no samples are")
             return None
-        place = _Place(file, file.nbytes, len(record))
+        place = _RecordPlace(file, file.nbytes, len(record))
         file.nbytes += len(record)
         return place
 
@@ -386,7 +386,7 @@ def _record(kind: _Kind, head: object, columns: Sequence[_Column] = ()) -> bytes
 
 class _Record(NamedTuple):
     kind: bytes
-    head: dict[str, object]
+    head: Mapping[str, object]
     arrays: memoryview
     start: int
     nbytes: int  # of the whole record
@@ -411,7 +411,7 @@ def _records(content: bytes) -> Iterator[_Record]:
         at = start + nbytes
 
 
-def _made(place: _Place, head: dict[str, object]) -> _Made:
+def _made(place: _RecordPlace, head: Mapping[str, object]) -> _Made:
     digest, prompts, versions = head["digest"], _groups(head["prompts"]), cast("list[int]", head["versions"])
     if len(prompts) != len(versions):
         raise ValueError("a record has not one version for each group")
