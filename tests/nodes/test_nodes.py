@@ -59,7 +59,6 @@ class Explorer:
         return report.digest, report.bytes_moved, node_id()
 
 
-@pytest.mark.all
 @pytest.mark.parametrize("transport", ["tcp", "ray"])
 def test_explorers_of_another_node_hold_what_was_published_and_their_node_fetches_it_once(
     there: str, tmp_path: Path, transport: str

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -11,9 +13,10 @@ import torch
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import PartInfo, shard_file
 from trinity_sync.protocol.versions import Lease, Version
-from trinity_sync.sync.base import LayoutCache
+from trinity_sync.sync.base import ExplorerSide, LayoutCache
 from trinity_sync.sync.checkpoint import FileMaps
-from trinity_sync.sync.memory import SlotMaps
+from trinity_sync.sync.memory import PartCopies, SlotMaps
+from trinity_sync.sync.pieces import BroughtPart, WantedPart
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.shard_file import write_shard_file
 from trinity_sync.weights.shards import whole
@@ -60,6 +63,31 @@ def layouts() -> LayoutCache:
     for layout in LAYOUTS.values():
         made.learn(layout)
     return made
+
+
+class BringingAgent:
+    """The agent of a node, which has brought each part to a slot there."""
+
+    def __init__(self) -> None:
+        self.asked: list[str] = []
+
+    def bring(self, wanted: WantedPart) -> Any:
+        self.asked.append(wanted.part)
+        return SimpleNamespace(result=lambda limit_s: BroughtPart(f"/slots/{wanted.part}", ["it was damaged"]))
+
+
+def test_parts_of_other_nodes_are_mapped_in_the_slots_that_the_nodes_agent_has_filled() -> None:
+    agent, faults = BringingAgent(), list[str]()
+    agents: Any = {"here": agent, "there": None}
+    side = ExplorerSide(name="e", node="here", agents=agents, layouts=layouts(), timeout_s=1.0, on_fault=faults.append)
+    lease = lease_of(None, {NAMES[0]: "/slots/own"})
+    away = replace(lease.parts[NAMES[1]], node="there")
+    local = PartCopies(side).localize(replace(lease, parts={**lease.parts, NAMES[1]: away}))
+    assert {part: (info.node, info.path) for part, info in local.parts.items()} == {
+        NAMES[0]: ("here", "/slots/own"),
+        NAMES[1]: ("here", f"/slots/{NAMES[1]}"),
+    }
+    assert (agent.asked, faults) == ([NAMES[1]], ["it was damaged"])
 
 
 def test_slots_are_mapped_where_they_are_and_what_is_staged_later_is_seen(tmp_path: Path) -> None:

@@ -438,6 +438,21 @@ def test_a_part_that_was_damaged_in_memory_comes_again_from_the_damaged_piece_on
     assert parts.take_errors() == [f"piece 3 of {PART} of version 7 was damaged in memory, and is brought again"]
 
 
+def test_parts_of_different_ranks_travel_at_the_same_time(
+    make_owner: MakeOwner, make_node: MakeNode, make_parts: MakeParts
+) -> None:
+    late, owner = make_owner(random_bytes(5 * PIECE), whole=False), make_owner(random_bytes(5 * PIECE, 1))
+    owner.server.hold(SLOT, "another", owner.held)
+    parts = make_parts(make_node("node").transport)
+    coming = parts.bring(late.wanted())
+    wait_until(lambda: len(late.server.requests) == 1)
+    path = parts.bring(owner.wanted()._replace(part="another")).result(LIMIT)
+    assert Path(path).read_bytes()[: 5 * PIECE] == owner.data
+    assert not coming.done()
+    late.let(5)
+    coming.result(LIMIT)
+
+
 class Copying:
     """The next transport."""
 

@@ -50,6 +50,15 @@ def test_why_deltas_could_not_be_made_is_recorded() -> None:
     assert (line["where"], line["error"]) == ("deltas", "no memory")
 
 
+def test_a_load_that_was_repeated_in_full_is_recorded_with_why() -> None:
+    log: Any = Log()
+    sizes = {"bytes_moved": 1, "total_s": 1.0, "paused_s": 1.0, "peak_rss": 1}
+    report = LoadReport(explorer="explorer-0", version=Version(0, 1), digest=None, fault="a delta is lost", **sizes)  # type: ignore[arg-type]
+    record_load(log, report)
+    _, line = log.lines
+    assert (line["where"], line["error"]) == ("explorer-0", "a delta is lost")
+
+
 @pytest.mark.parametrize(("apply_s", "recorded"), [(0.25, 0.25), (0.0, None)], ids=["deltas", "in full"])
 def test_a_load_is_recorded_with_the_time_of_its_deltas(apply_s: float, recorded: float | None) -> None:
     log: Any = Log()

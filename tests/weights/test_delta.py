@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from trinity_sync.weights import delta, delta_gaps, native, shards
-from trinity_sync.weights.delta import CODECS, CodecRates, DeltaError, WrongBaseError
+from trinity_sync.weights.delta import CODECS, DeltaError, WrongBaseError
 
 Array = np.ndarray[Any, np.dtype[Any]]
 COMPILED = native.library()
@@ -394,30 +394,6 @@ def test_digests_that_the_caller_has_are_believed() -> None:
 
 def test_every_dtype_that_travels_has_a_number_in_the_format() -> None:
     assert set(delta._DTYPES) == set(shards.NAMES)
-
-
-RATES = {
-    "full": CodecRates(10e9, 10e9),
-    "planes": CodecRates(0.5e9, 1e9),
-    "sparse": CodecRates(5e9, 8e9),
-    "gap8z": CodecRates(4e9, 7e9),
-    "class_gap": CodecRates(2e9, 2e9),
-}
-
-
-@pytest.mark.parametrize(
-    ("share", "link", "codec"),
-    [
-        (0.01, 1.25e6, "class_gap"),
-        (0.01, 1.25e8, "gap8z"),
-        (0.01, 1e9, "sparse"),
-        (0.01, 100e9, "full"),
-        (1.0, 10e9, "full"),
-    ],
-)
-def test_the_codec_is_the_one_that_is_there_first(share: float, link: float, codec: str) -> None:
-    elements = 1 << 24
-    assert delta.choose(elements, 2, int(elements * share), link, RATES) == codec
 
 
 @pytest.mark.parametrize("share", [0.002, 0.01, 0.06, 0.3])

@@ -11,8 +11,7 @@ from __future__ import annotations
 import functools
 import math
 import struct
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -396,28 +395,7 @@ def _varints(data: memoryview) -> Iterator[tuple[int, int]]:
         yield number, start
 
 
-# The choice of a codec.
-
-
-@dataclass(frozen=True)
-class CodecRates:
-    """Bytes of a shard that one core encodes and decodes a second, digests included."""
-
-    encode: float
-    decode: float
-
-
-def choose(elements: int, width: int, changes: int, link: float, rates: Mapping[str, CodecRates]) -> str:
-    """Return the codec of `rates` by which a shard is at the other side first: encoded, sent, decoded, one after
-    another. `link`: bytes a second.
-    """
-    size = elements * width
-
-    def seconds(codec: str) -> float:
-        one = rates[codec]
-        return size / one.encode + expected_bytes(codec, elements, width, changes) / link + size / one.decode
-
-    return min(rates, key=seconds)
+# The bytes of a delta beforehand.
 
 
 def expected_bytes(codec: str, elements: int, width: int, changes: int) -> float:
