@@ -405,6 +405,7 @@ def test_a_run_that_goes_on_trains_on_the_same_batches_and_makes_no_finished_gro
     rollout.close()
     first.close()
     finished = {GroupId(*group) for group in rollout._queue._ready}
+    assert finished
 
     again = Pretend("a", "b")
     again.flat, again.newest = never_made, 1

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from trinity_sync.config import compose, typed
-from trinity_sync.launch.sample_source import _Groups, _numbering, validation_times
+from trinity_sync.config import RunConfig, compose, typed
+from trinity_sync.launch.sample_source import _Groups, _numbering, made_with, validation_times
 from trinity_sync.launch.start import Start
 from trinity_sync.samples.advantages import Overlong
 from trinity_sync.samples.position import GroupId, Numbering, Position
@@ -97,3 +97,42 @@ def test_a_part_of_a_users_algorithm_may_have_further_keys(as_object: bool) -> N
     assert _Groups.of(cfg).judge.keywords["overlong"] == Overlong(  # type: ignore[attr-defined]
         longest=cfg.task["response_length"], buffer=3, penalty=0.5
     )
+
+
+# -- what the journal of samples depends on
+
+
+def made_of(folder: Path, *overrides: str) -> str:
+    config = RunConfig(compose([f"+task.path={folder / 'rows.jsonl'}", *overrides]))
+    values: Any = SimpleNamespace(
+        task={"path": str(folder / "rows.jsonl"), "reward": {"_target_": "journal_rewards.score", "pattern": "~~~"}},
+        explorer=SimpleNamespace(),
+        algorithm=SimpleNamespace(),
+    )
+    return made_with(values, config.samples_digest)
+
+
+@pytest.fixture
+def code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a reward, a module that it imports, and rows."""
+    (tmp_path / "journal_rewards.py").write_text("from journal_helper import score\n")
+    (tmp_path / "journal_helper.py").write_text("def score(): return 1\n")
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    return tmp_path
+
+
+@pytest.mark.parametrize("changed", ["journal_rewards.py", "journal_helper.py", "rows.jsonl"])
+def test_finished_samples_are_not_those_of_changed_code_or_rows(code: Path, changed: str) -> None:
+    before = made_of(code)
+    assert made_of(code) == before
+    (code / changed).write_text((code / changed).read_text() + "\n")
+    assert made_of(code) != before
+
+
+@pytest.mark.parametrize(
+    ("override", "same"),
+    [("checkpoint.interval=7", True), ("samples.journal_mb=7", True), ("trainer.lr=0.1", False), ("seed=7", False)],
+)
+def test_finished_samples_are_those_of_settings_on_which_samples_depend(code: Path, override: str, same: bool) -> None:
+    assert (made_of(code, override) == made_of(code)) == same

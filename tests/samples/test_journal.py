@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.samples.helpers import sample
-from trinity_sync.samples.batch import SampleBatch
+from trinity_sync.samples.batch import SampleBatch, VersionSpans
 from trinity_sync.samples.journal import Journal, Taken
 from trinity_sync.samples.position import GroupId
 
@@ -74,6 +74,14 @@ def everything(group: GroupId) -> bool:
     return True
 
 
+def rich() -> SampleBatch:
+    """Samples with all that a batch may have."""
+    made = replace(batch(1, 0, 1, text="ä\ud800\n"), explorers=np.array(["explorer-0", "e", "", "explorer-10"]))
+    parts = {"format": np.array([0.5, np.nan, -0.0, 1.0]), "length": np.arange(4.0)}
+    spans = VersionSpans.of([((0, 1, 0), (1, 2, 1)), ((0, 2, 0),), ((0, 2, 1),), ((0, 1, 0), (1, 2, 2))])
+    return replace(made, parts=parts, spans=spans, errors=("", "it failed", "", ""))
+
+
 def same(one: SampleBatch | None, other: SampleBatch) -> bool:
     return one is not None and list(one) == list(other) and one.explorers.tolist() == other.explorers.tolist()
 
@@ -105,11 +113,13 @@ def test_samples_of_other_weights_are_not_used_and_it_is_told_once(make: Make, f
 
 @pytest.mark.parametrize("changed", [{"run": "other"}, {"made_with": "other"}])
 def test_a_journal_of_another_run_or_of_other_settings_is_removed(
-    make: Make, tmp_path: Path, changed: dict[str, str]
+    make: Make, tmp_path: Path, faults: list[str], changed: dict[str, str]
 ) -> None:
     make().append(batch(3, 0), "digest")
     assert make(1, **changed).find(3, [0], "digest") is None
     assert files(tmp_path) == []
+    (told,) = faults
+    assert "is deleted" in told
 
 
 def test_a_commit_removes_what_no_run_needs_and_no_more(make: Make, tmp_path: Path) -> None:
@@ -218,14 +228,22 @@ def test_a_disk_that_cannot_be_written_is_told_once_and_the_run_goes_on(
     assert "cannot be written" in told
 
 
-@pytest.mark.parametrize("column", ["rewards", "log_probs", "version_attempts"])
-def test_every_value_comes_back_bit_for_bit(make: Make, column: str) -> None:
-    made = batch(1, 0, 1, text="ä\ud800\n")
-    make().append(made, "digest")
+def test_every_value_comes_back_bit_for_bit(make: Make) -> None:
+    make().append(made := rich(), "digest")
     found = make(1).find(1, [0, 1], "digest")
     assert found is not None
-    assert getattr(found, column).tobytes() == getattr(made, column).tobytes()
-    assert (found.texts, found.errors) == (made.texts, made.errors)
+    assert values(found) == values(made)
+
+
+def values(one: object) -> list[object]:
+    """Return all values below dataclasses, arrays as bytes in hex."""
+    if isinstance(one, np.ndarray):
+        return one.tolist() if one.dtype.kind == "U" else [one.tobytes().hex(), one.dtype.str]
+    if isinstance(one, dict):
+        return [value for name in sorted(one) for value in (name, *values(one[name]))]
+    if is_dataclass(one):
+        return [value for column in fields(one) for value in (column.name, *values(getattr(one, column.name)))]
+    return [one]
 
 
 # -- free
@@ -241,6 +259,91 @@ def test_a_free_run_takes_the_same_groups_again_and_then_those_that_were_finishe
     assert taken == {1: Taken([FIRST], [SECOND], [])}
     assert {group: one.flat for group, one in finished.items()} == {FIRST: False, SECOND: True, THIRD: False}
     assert same(finished[THIRD].batch.take(finished[THIRD].rows), batch(1, 2, version=0))
+
+
+def test_groups_of_versions_that_are_not_repeated_are_left_out_also_if_their_first_tokens_are_older(
+    make: Make,
+) -> None:
+    mixed = replace(batch(1, 0, version=0), spans=VersionSpans.of([((0, 1, 0), (1, 2, 3)), ((0, 2, 0),)]))
+    make().append(mixed)
+    assert make(1).go_on(2, everything)[1] == {}
+    make(2).append(mixed)
+    assert set(make(3).go_on(3, everything)[1]) == {FIRST}
+
+
+def test_a_group_whose_newest_samples_could_not_be_written_is_not_repeated_with_its_older_ones(
+    make: Make, faults: list[str]
+) -> None:
+    journal = make(most=1900)
+    journal.append(batch(1, 0, version=0, text="first"))
+    journal.append(batch(1, 0, version=0, text="x" * 4000))
+    journal.cut(0)
+    journal.took(1, Taken([FIRST]))
+    assert make(1).go_on(0, everything) == ({}, {})
+    (told,) = faults
+    assert "samples.journal_mb" in told
+
+
+def test_a_full_journal_of_a_free_run_is_emptied_by_a_commit(make: Make, tmp_path: Path) -> None:
+    journal = make(most=1900)
+    for step in range(1, 6):
+        journal.append(batch(1, step, version=0))
+        journal.took(step, Taken([GroupId(1, step)]))
+    journal.cut(5)
+    assert files(tmp_path) == []
+    journal.append(batch(2, 0, version=5))
+    assert set(make(1).go_on(5, everything)[1]) == {GroupId(2, 0)}
+
+
+def test_a_step_that_shares_a_group_with_an_earlier_one_is_of_another_history(make: Make) -> None:
+    journal = make()
+    journal.append(batch(1, 0, 1, version=0))
+    for step, groups in ((1, [FIRST]), (2, [SECOND]), (3, [FIRST])):
+        journal.took(step, Taken(groups))
+    assert list(make(1).go_on(0, everything)[0]) == [1, 2]
+
+
+def test_the_record_of_what_is_void_outlives_the_files_that_it_is_about(make: Make) -> None:
+    journal = make()
+    journal.append(batch(1, 0, 1, version=0))
+    journal.took(9, Taken([FIRST]))
+    second = make(1)
+    second.go_on(0, everything)  # from scratch: step 1 is unknown
+    second.took(1, Taken([SECOND]))
+    second.cut(1)
+    second.append(batch(9, 0, version=1))
+    second.cut(8)
+    assert make(2).go_on(8, everything)[0] == {}
+
+
+def test_a_step_in_which_an_attempt_has_died_again_is_made_anew(make: Make) -> None:
+    journal = make()
+    journal.append(batch(1, 0, 1, version=0))
+    journal.took(1, Taken([FIRST]))
+    journal.took(2, Taken([SECOND]))
+    assert list(make(1).go_on(0, everything)[0]) == [1, 2]
+    taken, finished = make(2).go_on(0, everything)
+    assert (list(taken), set(finished)) == ([1], {FIRST})
+
+
+def test_a_disk_that_hangs_is_told_once_and_holds_nobody_else(
+    make: Make, faults: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trinity_sync.samples.journal._HANGS_S", 0.01)
+    journal = make()
+    with journal._lock:
+        journal.append(batch(1, 0))
+        journal.took(1, Taken([FIRST]))
+        assert journal.find(1, [0], "digest") is None
+    (told,) = faults
+    assert "takes longer than" in told
+
+
+def test_a_run_that_is_over_leaves_no_journal(make: Make, tmp_path: Path) -> None:
+    journal = make()
+    journal.append(batch(1, 0, version=0))
+    journal.close(remove=True)
+    assert files(tmp_path) == []
 
 
 def test_steps_after_a_gap_are_not_repeated_nor_the_samples_of_their_versions(make: Make) -> None:

@@ -5,11 +5,14 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
+from tests.samples.helpers import sample
 from trinity_sync.actors.explorer_client import LoadReport
 from trinity_sync.actors.synchronizer_client import Sealed
 from trinity_sync.protocol.versions import Version
+from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.sync.base import Published
 from trinity_sync.tracking.events import Event, event_fields
 from trinity_sync.trainer.steps import Staged, Steps, record_load
@@ -48,6 +51,13 @@ def test_a_full_version_is_recorded_without_layers_and_time() -> None:
 def test_why_deltas_could_not_be_made_is_recorded() -> None:
     _, line = recorded(Published(encoding="full", nbytes=1, fault="no memory"))
     assert (line["where"], line["error"]) == ("deltas", "no memory")
+
+
+def test_samples_that_an_earlier_attempt_made_are_counted() -> None:
+    steps: Any = SimpleNamespace(log=Log(), settings=SimpleNamespace(attempt=1))
+    batch = SampleBatch.of(sample(number=number, version=(number // 2, 0)) for number in range(3))
+    assert Steps.measure(steps, 1, batch, None)["samples/journaled"] == 2.0
+    assert "samples/journaled" not in Steps.measure(steps, 1, batch.take(np.array([2])), None)
 
 
 def test_a_load_that_was_repeated_in_full_is_recorded_with_why() -> None:

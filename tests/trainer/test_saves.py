@@ -129,7 +129,8 @@ class Run:
         self.log = Log()
         self.group = PretendGroup(monitor)
         client = MonitorClient(monitor)
-        self.saves = FullSaves(client, self.group, settings, self.log)  # type: ignore[arg-type]
+        self.committed: list[int] = []
+        self.saves = FullSaves(client, self.group, settings, self.log, committed=self.committed.append)  # type: ignore[arg-type]
         self.weights = WeightSaves(client, settings, self.log, durable=False)
 
     def wait_no_longer_than(self, timeout_s: float) -> None:
@@ -184,9 +185,10 @@ def test_a_save_is_committed_behind_the_trainers_back_and_recorded(run: Run, ste
     before = time.time()
     run.saves.begin(step, "d1", {"reward/mean": 0.5})
     run.saves.poll()
-    assert (run.log.begun, run.log.events) == ([step], [])
+    assert (run.log.begun, run.log.events, run.committed) == ([step], [], [])
     run.group.may_write.set()
     run.saves.finish()
+    assert run.committed == [step]
 
     folder = run.root / f"global_step_{step}"
     (event,) = run.log.events

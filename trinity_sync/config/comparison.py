@@ -47,6 +47,10 @@ LOCATIONS = (
     "explorer.url",
 )
 """Keys of where a run lives and how it is shown. Not part of `config_digest`."""
+_NOT_OF_SAMPLES = (
+    *("checkpoint.interval", "checkpoint.timeout_s", "checkpoint.stop_s", "checkpoint.save_on_sigterm", "retention"),
+    *("samples.journal_mb", "samples.record_interval", "samples.record_groups"),
+)
 EARLIER_LOCATIONS = LOCATIONS[:-1]
 """The same for the digests of earlier releases."""
 
@@ -161,6 +165,11 @@ class RunConfig:
     def digest(self) -> str:
         """See `config_digest`."""
         return config_digest(self.composed)
+
+    @cached_property
+    def samples_digest(self) -> str:
+        """Digest of the settings on which samples may depend."""
+        return config_digest(self.composed, places=(*LOCATIONS, *_NOT_OF_SAMPLES))
 
     def check(self, tasks: MutableMapping[str, object] | None = None) -> None:
         """Check everything that can be checked before a run, and hide its secrets in all output. See `config.check` and

@@ -237,7 +237,8 @@ class FreeRollout:
                 if self._error is not None:
                     raise self._error
                 assert step == self._queue.step, "updates are taken in order"
-                taken = self._repeated(step) if step in self._repeats else self._took(step)
+                repeats = step in self._repeats
+                taken = self._repeated(step) if repeats else self._queue.take()
                 # In either case explorers may go on: places are free, or overdue groups are handed out again.
                 self._changed.notify_all()
                 if taken is not None:
@@ -247,6 +248,8 @@ class FreeRollout:
                     who = ", ".join(self._queue.explorers_out()) or "the explorers"
                     raise WaitTimeout(who, f"make the samples of step {step}", self._timeout_s)
                 self._changed.wait(left)
+        if self._journal is not None and not repeats:
+            self._journal.took(step, Taken(*([one.group for one in part] for part in taken)))
         if self._filter is not None:
             self._drawn = _drawn(taken)
             self._filter.check_filled(step, self._drawn.filled, self._drawn.groups)
@@ -273,13 +276,6 @@ class FreeRollout:
         self._queue.repeat(one.group for part in taken for one in part)
         if not self._repeats:
             self._restore()
-        return taken
-
-    def _took(self, step: int) -> UpdateGroups[_Piece] | None:
-        """Return the groups of the next update, and write them to the journal; None: too few are ready."""
-        taken = self._queue.take()
-        if taken is not None and self._journal is not None:
-            self._journal.took(step, Taken(*([one.group for one in part] for part in taken)))
         return taken
 
     def _restore(self) -> None:
@@ -445,17 +441,18 @@ class FreeRollout:
         }
         oldest = batch.version_steps
         flat = {group: self._is_flat(_Piece(batch, rows)) for group, rows in pieces.items()}
+        if self._journal is not None:  # before the trainer can take them
+            with self._changed:
+                wanted = [group for group in pieces if self._queue.expects(group)]
+            if wanted:
+                rows = np.sort(np.concatenate([pieces[group] for group in wanted]))
+                self._journal.append(batch.take(rows), flat=[group for group in wanted if flat[group]])
         with self._changed:
             self._progress = time.monotonic()
             self._mixed += int(batch.spans.mixed.sum())
-            accepted = [
-                group
-                for group, rows in sorted(pieces.items())
-                if self._queue.deliver(group, int(oldest[rows].min()), _Piece(batch, rows), flat=flat[group])
-            ]
-            if self._journal is not None and accepted:  # the trainer takes none of them before
-                rows = np.sort(np.concatenate([pieces[group] for group in accepted]))
-                self._journal.append(batch.take(rows), flat=[group for group in accepted if flat[group]])
+            for group in sorted(pieces):
+                rows = pieces[group]
+                self._queue.deliver(group, int(oldest[rows].min()), _Piece(batch, rows), flat=flat[group])
             self._changed.notify_all()
 
     def _is_flat(self, piece: _Piece) -> bool:

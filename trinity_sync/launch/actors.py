@@ -75,6 +75,7 @@ class Preparation:
 
     cfg: Config
     config_digest: str
+    samples_digest: str = ""  # `RunConfig.samples_digest`
     folder: RunFolder
     start: Start
     recorder: Recorder

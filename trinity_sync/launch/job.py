@@ -67,6 +67,7 @@ class Job:
         interrupts.check()
         if actors.explores:
             self._recorder.phase("sending the first version")
+        completed = False
         try:
             completed = loop.run()
         except BaseException as error:
@@ -78,6 +79,9 @@ class Job:
             with contextlib.suppress(Exception):
                 self._finish_copies(at_once=heals or isinstance(error, KeyboardInterrupt))
             raise
+        finally:
+            if journal is not None:
+                journal.close(remove=completed and self._setup.last_step >= self._cfg.trainer.steps)
         actors.synchronizer.set_trainer_status("stopped").result(actors.synchronizer.timeout_s)
         self._finish_copies(at_once=not completed)
         if not completed:

@@ -141,6 +141,7 @@ def run(
                 prepared = Preparation(
                     cfg=cfg,
                     config_digest=config.digest,
+                    samples_digest=config.samples_digest,
                     scanned=scanned,
                     folder=folder,
                     start=start,

@@ -5,8 +5,10 @@ what it needs.
 from __future__ import annotations
 
 import contextlib
+import os
+import shutil
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from importlib.util import find_spec
@@ -104,25 +106,28 @@ def _section(value: object, schema: type[S]) -> S:
 
 
 def sample_journal(setup: Preparation, *, explores: bool) -> Journal | None:
-    """Make the journal of a run's samples; None: it has none."""
+    """Make the journal of a run's samples; None: it has none, and those of earlier attempts are removed."""
     from trinity_sync.samples.journal import Journal
 
-    cfg, owner = setup.cfg, setup.owner
+    cfg, owner, folder = setup.cfg, setup.owner, setup.folder.path / "journal"
     if not explores or not cfg.samples.journal or cfg.workload.kind == "bytes" or owner is None:
+        shutil.rmtree(folder, ignore_errors=True)  # this attempt is not in it
         return None
     return Journal(
-        setup.folder.path / "journal",
+        folder,
         run=owner.run,
-        made_with=_made_with(cfg, setup.config_digest),
+        made_with=made_with(cfg, setup.samples_digest),
         attempt=setup.recorder.attempt,
         most_bytes=cfg.samples.journal_mb << 20,
         fault=setup.recorder.fault,
     )
 
 
-def _made_with(cfg: Config, config_digest: str) -> str:
-    """Return a digest of the settings, and of the user's code and files of the task: samples depend on them."""
-    found = [config_digest]
+def made_with(cfg: Config, settings: str) -> str:
+    """Return a digest of settings, which have a digest, and of the user's code and files of task, explorer and
+    algorithm: samples depend on them.
+    """
+    found = [settings]
     for values in (cfg.task, vars(cfg.explorer), vars(cfg.algorithm)):
         found += [text for key, value in _leaves(values) for text in _content(key, value)]
     return xxh3_128_hexdigest("\n".join(found).encode("utf-8", "surrogatepass"))
@@ -140,16 +145,26 @@ def _leaves(value: object, key: str = "") -> Iterator[tuple[str, str]]:
 
 
 def _content(key: str, value: str) -> Iterator[str]:
-    module = value.partition(".")[0]
-    if key == "_target_" and module != "trinity_sync":
-        spec = find_spec(module)
-        installed = spec is not None and "site-packages" in str(spec.origin)  # large, and not edited
-        yield f"{module} {spec.origin if spec is not None and installed else module_source(module)}"
-    with contextlib.suppress(OSError, ValueError, ConfigError):
-        for file in matched_files(value) if key == "path" else [value]:
-            found = Path(file).expanduser().stat()
+    """Yield what changes with the code or the file that a setting names."""
+    with contextlib.suppress(OSError, ValueError, ImportError, ConfigError):
+        module = value.partition(".")[0]
+        if key == "_target_" and module != "trinity_sync" and (spec := find_spec(module)) is not None:
+            place = Path(spec.origin or "")
+            if "site-packages" not in place.parts and (source := module_source(module)) is not None:
+                yield f"{module} {source.digest}"
+            yield from _stamps([place])
+        files = matched_files(value) if key == "path" else [value]
+        yield from _stamps(Path(os.path.expanduser(file)) for file in files)  # noqa: PTH111 - no such user
+
+
+def _stamps(files: Iterable[Path]) -> Iterator[str]:
+    """Yield name, size and time of files, and of modules those beside them, which they may import."""
+    for file in files:
+        beside = sorted(file.parent.glob("*.py")) if file.suffix == ".py" and file.is_file() else [file]
+        for one in beside:
+            found = one.stat()
             if stat.S_ISREG(found.st_mode):
-                yield f"{file} {found.st_size} {found.st_mtime_ns}"
+                yield f"{one} {found.st_size} {found.st_mtime_ns}"
 
 
 def lockstep_data(

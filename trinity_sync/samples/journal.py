@@ -18,6 +18,7 @@ import json
 import struct
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import BinaryIO, Literal, NamedTuple, cast
@@ -33,6 +34,8 @@ _FORMAT = 1
 _HEADER = struct.Struct("<4s4sQ16s")  # magic, kind, bytes after the header, their digest
 _MAGIC = b"TSJ1"
 _LENGTH = struct.Struct("<I")
+_HANGS_S = 30.0
+"""Time after which a write of another thread counts as one that hangs."""
 
 _Kind = Literal[b"head", b"made", b"took", b"kept"]
 
@@ -69,6 +72,7 @@ class _File:
     nbytes: int = 0
     groups: set[GroupId] = field(default_factory=set)
     last_step: int = 0
+    lockstep: bool = False
 
 
 class _RecordPlace(NamedTuple):
@@ -80,12 +84,14 @@ class _RecordPlace(NamedTuple):
 
 
 class _Made(NamedTuple):
-    """The samples of one record. `prompts`: their groups, ascending. `versions`: the oldest of each."""
+    """The samples of one record. `prompts`: their groups, ascending. `versions`: the steps of the oldest and of the
+    newest version of each.
+    """
 
     place: _RecordPlace
     digest: str | None
     prompts: Sequence[GroupId]
-    versions: Sequence[int]
+    versions: Sequence[tuple[int, int]]
     flat: frozenset[GroupId]
 
 
@@ -118,7 +124,9 @@ class Journal:
         self._open: BinaryIO | None = None
         self._number = 0
         self._stopped = False
+        self._hangs = False
         self._told: set[str] = set()
+        self._repeated_to: int | None = None  # the last step that an attempt repeated which took no other one
         self._made: dict[tuple[GroupId, ...], _Made] = {}
         self._of_group: dict[GroupId, _Made] = {}
         self._took: dict[int, Taken] = {}
@@ -130,33 +138,41 @@ class Journal:
         """Write samples of whole groups. `digest`: of the version that made all of them."""
         firsts, group = batch.groups()
         prompts = [GroupId(int(batch.steps[row]), int(batch.prompts[row])) for row in firsts]
-        versions = [int(batch.version_steps[group == number].min()) for number in range(len(prompts))]
-        head = {
-            "digest": digest,
-            "prompts": [list(one) for one in prompts],
-            "versions": versions,
-            "flat": [list(one) for one in flat],
-        }
-        with self._lock:
-            place = self._write(b"made", head, _columns(batch))
+        spans = batch.spans
+        oldest, newest = spans.oldest, np.maximum.reduceat(spans.rows[:, 2], spans.offsets[:-1])
+        of_group = [group == number for number in range(len(prompts))]
+        versions = [(int(oldest[rows].min()), int(newest[rows].max())) for rows in of_group]
+        head = {"digest": digest, "prompts": prompts, "versions": versions, "flat": [*flat]}
+        columns = _columns(batch)
+        with self._held() as held:
+            place = self._write(b"made", head, columns) if held else None
             if place is not None:
                 self._note_made(_Made(place, digest, prompts, versions, frozenset(flat)))
+            elif held:  # what was made of them before is not what will be trained on
+                for one in prompts:
+                    self._drop(one)
 
     def cut(self, step: int) -> None:
         """Delete the files that no run needs which goes on from the checkpoint of a step."""
-        with self._lock:
+        with self._held() as held:
+            if not held:
+                return
             self._close()
             self._stopped = False
             for taken in [one for one in self._took if one <= step]:
                 for group in self._took.pop(taken).all():
                     self._drop(group)
-            for file in [one for one in self._files if one.last_step <= step and not one.groups]:
-                self._forget(file)
+            # in their order: a later file may say that steps of an earlier one are void
+            while self._files and self._files[0].last_step <= step and not self._files[0].groups:
+                self._forget(self._files[0])
 
-    def close(self) -> None:
-        """Close the file."""
-        with self._lock:
-            self._close()
+    def close(self, *, remove: bool = False) -> None:
+        """Close the file. `remove`: delete all, as the run has done its last step."""
+        with self._held() as held:
+            if held:
+                self._close()
+                for file in [*self._files] if remove else ():
+                    self._forget(file)
 
     # -- lockstep
 
@@ -166,15 +182,17 @@ class Journal:
 
     def find(self, step: int, prompts: Sequence[int], digest: str | None) -> SampleBatch | None:
         """Return the samples of these prompts, by the version with this digest; None: they are to be generated."""
-        with self._lock:
-            made = self._made.get(tuple(GroupId(step, prompt) for prompt in prompts))
+        with self._held() as held:
+            made = self._made.get(tuple(GroupId(step, prompt) for prompt in prompts)) if held else None
             if made is None:
                 return None
             if made.digest == digest:
                 return self._batch(made)
             self._tell(
                 f"its samples of step {step} were made by a version with the digest {made.digest}, this attempt has "
-                f"{digest}: the steps since the checkpoint were not repeated bit for bit. They are generated again"
+                f"{digest}: the steps since the checkpoint were not repeated bit for bit. From there on they are "
+                "generated again",
+                "digests",
             )
             return None
 
@@ -185,7 +203,7 @@ class Journal:
         known without a gap, and all finished groups. What belongs to steps that are not repeated is left out, for good.
         `is_open`: tells whether a group was not trained on up to this step.
         """
-        with self._lock:
+        with self._held():
             last, taken = step, dict[int, Taken]()
             groups: dict[GroupId, Finished] = {}
             read: dict[int, SampleBatch] = {}
@@ -196,27 +214,37 @@ class Journal:
                 rows = np.flatnonzero((batch.steps == group.step) & (batch.prompts == group.prompt))
                 if not len(rows):  # it could not be read
                     continue
-                version = made.versions[made.prompts.index(group)]
-                groups[group] = Finished(batch, rows, version, group in made.flat)
+                oldest, _ = made.versions[made.prompts.index(group)]
+                groups[group] = Finished(batch, rows, oldest, group in made.flat)
+            repeated: set[GroupId] = set()
             while (found := self._took.get(last + 1)) is not None:
-                if not (all(one in groups for one in found.all()) and all(map(is_open, found.groups))):
+                of_step = {*found.all()}
+                if not (groups.keys() >= of_step and all(map(is_open, found.groups))) or repeated & of_step:
                     break
                 last += 1
                 taken[last] = found
-            if self._files:
-                self._write(b"kept", {"last": last})
+                repeated |= of_step
+            if taken and last == self._repeated_to:  # its samples may be what ended the attempt
+                for group in taken.pop(last).all():
+                    repeated.discard(group)
+                    self._drop(group)
+                last -= 1
+            self._write(b"kept", {"last": last})
             self._keep(last)
-            repeated = {group for found in taken.values() for group in found.all()}
             for group in [one for one in self._of_group if one not in repeated and not is_open(one)]:
                 self._drop(group)
             return taken, {group: one for group, one in groups.items() if group in self._of_group}
 
     def took(self, step: int, taken: Taken) -> None:
         """Write which groups a step trains on, before it does."""
-        with self._lock:
-            place = self._write(b"took", {"step": step, "taken": [[list(one) for one in part] for part in taken]})
-            if place is not None:
-                self._note_took(place.file, step, taken)
+        with self._held() as held:
+            if not held:
+                return
+            self._took[step] = taken  # `cut` needs it also where it cannot be written
+            if all(one in self._of_group for one in taken.all()):
+                place = self._write(b"took", {"step": step, "taken": taken})
+                if place is not None:
+                    self._note_took(place.file, step, taken)
 
     # -- records
 
@@ -224,6 +252,7 @@ class Journal:
         file = made.place.file
         if made.digest is not None:
             self._made[tuple(made.prompts)] = made
+            file.lockstep = True
             file.last_step = max(file.last_step, *(one.step for one in made.prompts))
             return
         for group in made.prompts:
@@ -233,13 +262,19 @@ class Journal:
 
     def _note_took(self, file: _File, step: int, taken: Taken) -> None:
         self._took[step] = taken
+        self._repeated_to = None
         file.last_step = max(file.last_step, step)
 
     def _keep(self, last: int) -> None:
         """Forget the steps after `last`, and the samples of their versions: another history begins."""
         self._took = {step: taken for step, taken in self._took.items() if step <= last}
+        self._repeated_to = last
+        for file in self._files:
+            if not file.lockstep:
+                file.last_step = min(file.last_step, last)
         for group, made in list(self._of_group.items()):
-            if made.versions[made.prompts.index(group)] > last:
+            _, newest = made.versions[made.prompts.index(group)]
+            if newest > last:
                 self._drop(group)
 
     def _drop(self, group: GroupId) -> None:
@@ -279,6 +314,7 @@ class Journal:
                 continue
             self._files.append(file)
             if not ours:
+                self._tell("it is of another run, other settings or other code, and is deleted", "others")
                 self._forget(file)
 
     def _take_in(self, file: _File, content: bytes) -> bool:
@@ -320,7 +356,8 @@ class Journal:
         try:
             file = self._current()
             assert self._open is not None, "there is a current file"
-            self._open.write(record)
+            if self._open.write(record) != len(record):
+                raise OSError("a record was written in part")
         except OSError as error:
             self._stopped = True
             self._close()
@@ -339,18 +376,36 @@ class Journal:
         self._open = path.open("xb", buffering=0)
         header = _record(b"head", self._head)
         self._files.append(_File(path))
-        self._open.write(header)
+        if self._open.write(header) != len(header):
+            raise OSError("a header was written in part")
         self._files[-1].nbytes = len(header)
         return self._files[-1]
 
     def _close(self) -> None:
-        if self._open is not None:
-            self._open.close()
-            self._open = None
+        closing, self._open = self._open, None
+        if closing is not None:
+            try:
+                closing.close()
+            except OSError as error:
+                self._tell(f"{closing.name} cannot be written: {error}")
 
-    def _tell(self, why: str) -> None:
-        if why not in self._told:
-            self._told.add(why)
+    @contextmanager
+    def _held(self) -> Iterator[bool]:
+        """Hold the lock; yield False where a disk that hangs holds it: nothing is written any more."""
+        held = self._lock.acquire(timeout=0.0 if self._hangs else _HANGS_S)
+        if not held:
+            self._hangs = True
+            self._tell(f"{self._folder} takes longer than {_HANGS_S:g} s to write; the run goes on without it")
+        try:
+            yield held
+        finally:
+            if held:
+                self._lock.release()
+
+    def _tell(self, why: str, kind: str = "") -> None:
+        """Report a fault, once; of a `kind` only the first."""
+        if (kind or why) not in self._told:
+            self._told.add(kind or why)
             self._fault("journal of samples", why)
 
 
@@ -412,7 +467,8 @@ def _records(content: bytes) -> Iterator[_Record]:
 
 
 def _made(place: _RecordPlace, head: Mapping[str, object]) -> _Made:
-    digest, prompts, versions = head["digest"], _groups(head["prompts"]), cast("list[int]", head["versions"])
+    digest, prompts = head["digest"], _groups(head["prompts"])
+    versions = [(int(oldest), int(newest)) for oldest, newest in cast("list[list[int]]", head["versions"])]
     if len(prompts) != len(versions):
         raise ValueError("a record has not one version for each group")
     return _Made(place, cast("str | None", digest), prompts, versions, frozenset(_groups(head["flat"])))

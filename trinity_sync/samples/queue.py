@@ -125,6 +125,10 @@ class GroupQueue(Generic[T]):
             groups.append(group)
         return groups
 
+    def expects(self, group: GroupId) -> bool:
+        """Tell whether a group is out, or was taken back and is not made yet."""
+        return group in self._out or group in self._waiting
+
     def deliver(self, group: GroupId, version_step: int, samples: T, *, flat: bool = False) -> bool:
         """Accept a group. False: another explorer was faster, or it is over-stale."""
         if self._out.pop(group, None) is None:
