@@ -104,7 +104,7 @@ class Healing:
         return cls(*limits, driver=supervision.driver())
 
     def begun(self, run_dir: Path) -> None:
-        """Tell the supervisor, if there is one, that an attempt has begun."""
+        """Tell the supervisor, if there is one, that the run has an attempt from which it can go on."""
         if self._driver is not None:
             self._driver.begun(run_dir, most=self._most, restarts=self._restarts, story=self._story)
 
@@ -141,7 +141,9 @@ class Healing:
         told = None
         with contextlib.suppress(TrinityError, OSError):
             told = self.judge(error, Reached.of(folder, start, attempt=attempt, last=last), since)
-        if told is None and self._driver is not None:
+        if told is not None:
+            self.begun(folder.path)  # with one more restart
+        elif self._driver is not None:
             self._driver.over()  # before Ray ends, which may end this process
         return told
 

@@ -1,5 +1,5 @@
-"""The driver's part in `--supervise`: the command becomes a supervisor (`host.supervisor`), which starts it again as its
-child, and the child notes how its run goes on where it dies.
+"""The driver's part in `--supervise`: the command becomes a supervisor (`host.supervisor`) that starts it again as its
+child, which notes how its run goes on where it dies.
 """
 
 from __future__ import annotations
