@@ -144,13 +144,8 @@ def run_main(
 
 def _supervised(line: CommandLine, options: Namespace) -> None:
     """Go on as the child of a supervisor, unless only a text is asked for."""
-    others = {
-        "--multirun": options.multirun,
-        DRY_RUN: line.dry_run,
-        "--cfg": options.cfg,
-        "--info": options.info,
-        "--experimental-rerun": options.experimental_rerun,
-    }
+    names = ("multirun", "cfg", "info", "experimental_rerun")
+    others = {DRY_RUN: line.dry_run, **{f"--{name.replace('_', '-')}": getattr(options, name) for name in names}}
     if not (options.help or options.hydra_help or options.shell_completion):
         supervision.supervised(resumes=False, others=others)
 

@@ -45,20 +45,8 @@ class Reached:
     last: int  # the last one that it planned
 
     @classmethod
-    def of(cls, folder: RunFolder, start: Start, *, attempt: int, last: int) -> Reached:
+    def of(cls, run_dir: Path, checkpoints: Path, *, attempt: int, began: int, last: int) -> Reached:
         """Read it from the record of the run."""
-        return cls._read(folder.path, start.checkpoints, attempt=attempt, began=start.step, last=last)
-
-    @classmethod
-    def by_dead_driver(cls, run_dir: Path, cfg: Config) -> Reached:
-        """Read how far the newest attempt of a run came, whose driver has died."""
-        record = read_record(run_dir / "run.json")
-        began, last = record.get("resumed_from") or 0, record.get("total_steps") or cfg.trainer.steps
-        checkpoints = checkpoint_folder(cfg, run_dir)
-        return cls._read(run_dir, checkpoints, attempt=record["attempt"], began=began, last=last)
-
-    @classmethod
-    def _read(cls, run_dir: Path, checkpoints: Path, *, attempt: int, began: int, last: int) -> Reached:
         lines = read_last(run_dir / "metrics.jsonl", 1)
         steps = [step for line in lines if (step := metrics_step(line)) is not None]
         committed = max(committed_steps(run_dir / "events.jsonl", checkpoints), default=0)
@@ -115,23 +103,23 @@ class Healing:
         if self._driver is None or resume is None or not self._driver.deaths:
             return resume
         lock_run_folder(run_dir)
-        run_json, began = run_dir / "run.json", None
+        run_json = run_dir / "run.json"
+        record, checkpoints = read_record(run_json), checkpoint_folder(config.settings, run_dir)
+        began, said = record.get("resumed_from") or 0, record.get("error")
+        last = record.get("total_steps") or config.settings.trainer.steps
         self._restarts = [(at, step) for at, step in self._driver.before["restarts"]]
         self._story = [*self._driver.before["story"]]
         for death in self._driver.deaths:
-            reached = Reached.by_dead_driver(run_dir, config.settings)
-            error: RunError = ProcessLost(death["died"])
-            if began is None and (said := read_record(run_json).get("error")):
-                error = ProcessLost(f"{error} ({said})")
-            # the later ones died before their attempt began
-            then = self.judge(error, reached if began is None else replace(reached, began=began), death["time"])
+            reached = Reached.of(run_dir, checkpoints, attempt=record["attempt"], began=began, last=last)
+            error = ProcessLost(f"{death['died']} ({said})" if said else death["died"])
+            then = self.judge(error, reached, death["time"])
             if then is None:
-                error = RunError(self.story(error) or str(error))
-                _record_end(run_dir, "failed", str(error))
-                raise error
+                told = self.story(error) or str(error)
+                _record_end(run_dir, "failed", told)
+                raise RunError(told)
             amend_end(run_json, "failed", str(error))
             print(f"{error}; {then}", file=sys.stderr)
-            resume, began = self.next(resume), reached.step
+            resume, began, said = self.next(resume), reached.step, None  # the later ones have begun no attempt
         return resume
 
     def goes_on(
@@ -140,7 +128,8 @@ class Healing:
         """As `judge`; a record that cannot be read ends the run."""
         told = None
         with contextlib.suppress(TrinityError, OSError):
-            told = self.judge(error, Reached.of(folder, start, attempt=attempt, last=last), since)
+            reached = Reached.of(folder.path, start.checkpoints, attempt=attempt, began=start.step, last=last)
+            told = self.judge(error, reached, since)
         if told is not None:
             self.begun(folder.path)  # with one more restart
         elif self._driver is not None:
