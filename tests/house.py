@@ -33,7 +33,7 @@ AIMS = {
 """The figures to reach; at most so many of each."""
 
 LIMITS = {
-    "lines": 72_543,
+    "lines": 72_958,
     "modules": 290,
     "docstring lines / code lines": 0.21,
     "import lines / code lines": 0.1,

@@ -11,10 +11,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.e2e.runs import LIMIT_S, Run, Started, launch, start
-from tests.e2e.test_faults import assert_ended_clean
+from tests.e2e.runs import LIMIT_S, Run, Started, launch, resume, start
+from tests.e2e.test_faults import assert_ended_clean, leftovers
 from tests.e2e.test_free import FREE, assert_sound
 from tests.models.test_shapes import SMALL
 
@@ -201,3 +202,110 @@ def test_a_signal_ends_a_run_that_is_about_to_go_on(folder: Path, of_bytes: Sequ
     run = started.finish()
     assert run.code == 130, run.output
     assert_ended_clean(run, started.process.pid)
+
+
+# -- a supervised run: its driver is a child of the program that was started
+
+
+KILLED = "the driver was killed by signal 9"
+
+
+def driver_of(started: Started, before: int | None = None) -> int:
+    """The driver that comes after another."""
+    ends = time.monotonic() + LIMIT_S
+    while time.monotonic() < ends:
+        for child in psutil.Process(started.process.pid).children():
+            if child.pid != before:
+                return child.pid
+        time.sleep(0.02)
+    raise AssertionError("no other driver was started")
+
+
+def kill_driver(started: Started, at: int = STRUCK_AT) -> int:
+    """Kill the driver of a run that has published the version of a step; its pid."""
+    started.wait_for_event(lambda event: event["event"] == "publish" and event["version"] == at)
+    os.kill(pid := driver_of(started), signal.SIGKILL)
+    return pid
+
+
+def test_a_supervised_run_whose_driver_is_killed_goes_on(folder: Path, of_bytes: Sequence[str]) -> None:
+    started = start(folder, "--supervise", *of_bytes, "backend.ranks=1", small=False)
+    pid = kill_driver(started)
+    before = Run(folder, 0, "").digests
+    run = started.finish()
+    assert run.code == 0, run.output
+    assert sorted(run.digests) == list(range(STEPS + 1))
+    assert {step: run.digests[step] for step in before} == before
+    assert [line["step"] for line in run.lines("metrics.jsonl")] == list(range(1, STEPS + 1))
+    (heal,) = run.events("heal")
+    assert (heal["died"], heal["attempt"]) == (KILLED, 1)
+    assert heal["resumed_from"] >= STRUCK_AT - 6
+    assert [(one["status"], one["error"]) for one in run.record["attempts"]] == [
+        ("failed", KILLED),
+        ("completed", None),
+    ]
+    assert f"warning: {KILLED}; the run is resumed" in run.output
+    assert_ended_clean(run, pid)
+
+
+@pytest.mark.all
+def test_a_supervised_run_ends_as_one_whose_driver_lives_also_after_a_death_within_the_restart_and_a_resume(
+    folder: Path, of_bytes: Sequence[str], undisturbed: Run
+) -> None:
+    started = start(folder, "--supervise", *of_bytes, small=False)
+    first = kill_driver(started)
+    second = driver_of(started, before=first)
+    time.sleep(2)  # within its imports, or the start of Ray
+    os.kill(second, signal.SIGKILL)
+    third = driver_of(started, before=second)
+    started.wait_for_event(lambda event: event["event"] == "publish" and event["version"] == STRUCK_AT + 4)
+    started.process.send_signal(signal.SIGTERM)
+    run = started.finish()
+    assert run.code == 130, run.output
+    assert run.record["status"] == "interrupted"
+    again = start(folder, "resume", str(folder), "--supervise", command=["-m", "trinity_sync.cli"])
+    fourth = kill_driver(again, at=STRUCK_AT + 10)
+    run = again.finish()
+    assert_the_same(run, undisturbed, third, heals=2)
+    assert [heal["died"] for heal in run.events("heal")] == [f"{KILLED}; then {KILLED}", KILLED]
+    assert [leftovers(pid) for pid in (first, second, fourth)] == [[], [], []]
+
+
+@pytest.mark.all
+def test_a_supervised_run_whose_raylet_dies_goes_on_bit_for_bit(
+    folder: Path, of_bytes: Sequence[str], undisturbed: Run
+) -> None:
+    """In the same driver, or Ray ends that."""
+    started = start(folder, "--supervise", *of_bytes, small=False)
+    started.wait_for_event(lambda event: event["event"] == "publish" and event["version"] == STRUCK_AT)
+    pid = driver_of(started)
+    (raylet,) = [child for child in psutil.Process(pid).children() if child.name() == "raylet"]
+    raylet.kill()
+    assert_the_same(started.finish(), undisturbed, pid)
+
+
+@pytest.mark.all
+def test_a_supervised_run_without_restarts_ends_as_its_driver_dies(folder: Path, of_bytes: Sequence[str]) -> None:
+    started = start(folder, "--supervise", *of_bytes, "trainer.max_restarts=0", small=False)
+    kill_driver(started)
+    run = started.finish()
+    assert run.code == 1
+    assert run.output.endswith(f"error: {KILLED}. The restarts are used up (trainer.max_restarts=0)\n")
+    assert resume(folder).code == 0
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("signum", [signal.SIGKILL, signal.SIGINT])
+def test_no_driver_outlives_its_supervisor(folder: Path, of_bytes: Sequence[str], signum: int) -> None:
+    """Killed alone; or a Ctrl-C in a terminal, twice, which comes to both."""
+    started = start(folder, "--supervise", *of_bytes, small=False)
+    started.wait_for_event(lambda event: event["event"] == "publish" and event["version"] == STRUCK_AT)
+    pid = driver_of(started)
+    for _ in range(1 if signum == signal.SIGKILL else 2):
+        (os.kill if signum == signal.SIGKILL else os.killpg)(started.process.pid, signum)
+        time.sleep(0.5)
+    run = started.finish()  # waits for the output of both
+    assert run.code == (-9 if signum == signal.SIGKILL else 130), run.output
+    assert run.record["status"] == "interrupted"
+    assert not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE  # its parent is gone
+    assert_ended_clean(run, pid)

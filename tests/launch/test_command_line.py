@@ -44,8 +44,9 @@ def test_all_others_stay_as_they_are(text: str) -> None:
 
 
 def test_another_path_of_option_files_is_looked_in_beside_ours() -> None:
-    assert CommandLine.read(["--config-path", "mine", "a=1"]) == (["--config-dir", "mine", "a=1"], False)
-    assert CommandLine.read(["-cp=mine", "--dry-run"]) == (["--config-dir=mine"], True)
+    assert CommandLine.read(["--config-path", "mine", "a=1"]) == (["--config-dir", "mine", "a=1"], False, False)
+    assert CommandLine.read(["-cp=mine", "--dry-run"]) == (["--config-dir=mine"], True, False)
+    assert CommandLine.read(["a=1", "--supervise"]) == (["a=1"], False, True)
     with pytest.raises(ConfigError, match="can be given once"):
         CommandLine.read(["--config-path=a", "--config-dir", "b"])
 

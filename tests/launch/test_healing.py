@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import pickle
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,13 @@ from trinity_sync.actors.pending import MemberDied, Unanswered
 from trinity_sync.config import RunConfig
 from trinity_sync.errors import ConfigError, ProcessLost, RunError, WaitTimeout
 from trinity_sync.host.origin import Origin, give_origin
+from trinity_sync.host.supervisor import Note, Notes
 from trinity_sync.launch import healing, launcher
 from trinity_sync.launch.healing import Healing, Reached
-from trinity_sync.launch.start import Resume
-from trinity_sync.tracking.run_record import RunFolder, lock_owner
+from trinity_sync.launch.start import Resume, Start
+from trinity_sync.launch.supervision import SupervisedDriver
+from trinity_sync.tracking.events import CommitEvent, event_line
+from trinity_sync.tracking.run_record import RunFolder, lock_owner, unlock_run_folder
 
 LAST = 20
 DEATH = MemberDied("trainer rank 1", "train step 7")
@@ -290,3 +294,130 @@ def test_the_record_has_the_end_of_a_run_whose_next_attempt_did_not_begin(
 def test_restarts_do_not_change_the_digest_of_the_settings() -> None:
     digests = {RunConfig(config.compose([f"trainer.max_restarts={most}"])).digest for most in (0, 5)}
     assert len(digests) == 1
+
+
+# -- a driver that a supervisor has started again
+
+
+KILLED = "the driver was killed by signal 9"
+
+
+@pytest.fixture
+def notes() -> Iterator[Notes]:
+    with open(os.memfd_create("notes"), "r+b", buffering=0) as file:
+        yield Notes(file.fileno())
+
+
+@pytest.fixture
+def died(tmp_path: Path, notes: Notes) -> Iterator[Any]:
+    """Leaves a run whose driver has died in an attempt, and returns how the next one judges that."""
+
+    def leave(
+        *deaths: float,
+        step: int = 7,
+        committed: int = 4,
+        began: int | None = None,
+        error: str | None = None,
+        restarts: Sequence[tuple[float, int]] = (),
+        most: int = 3,
+    ) -> tuple[Healing, RunConfig]:
+        attempt = {"attempt": 1, "status": "failed" if error else "running", "resumed_from": began, "error": error}
+        record = {**attempt, "total_steps": LAST, "attempts": [attempt]}
+        (tmp_path / "run.json").write_text(json.dumps(record))
+        (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": step, "attempt": 1}) + "\n")
+        commit = CommitEvent(attempt=1, step=committed, kind="full", digest=None, bytes=1, total_s=1.0)
+        (tmp_path / "events.jsonl").write_text(json.dumps(event_line(commit)) + "\n")
+        report = Note(run=str(tmp_path / "run.json"), arguments=["run"], most=most)
+        notes.append({**report, "restarts": [*restarts], "story": ["attempt 0: of before"] if restarts else []})
+        for at in deaths:
+            notes.append(Note(died=KILLED, time=at))
+        cfg = RunConfig(config.compose([f"trainer.max_restarts={most}"]))
+        return Healing(most, 100.0, 25.0, Clock(), SupervisedDriver(notes, resumes=True)), cfg
+
+    yield leave
+    unlock_run_folder(tmp_path)
+
+
+def record_of(folder: Path) -> Any:
+    return json.loads((folder / "run.json").read_text())
+
+
+def test_a_driver_judges_the_death_of_the_one_before_as_any_death(
+    died: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    judged, cfg = died(990.0)
+    assert judged.after_deaths(cfg, tmp_path, Resume(from_scratch=True)) == Resume()
+    event = judged.event(4)
+    assert event is not None
+    assert (event.died, event.resumed_from, event.lost, event.time) == (KILLED, 4, 3, 990.0)
+    assert capsys.readouterr().err.startswith(f"{KILLED}; the run goes on from its newest checkpoint (restart 1 of 3 ")
+    record = record_of(tmp_path)
+    assert [(one["status"], one["error"]) for one in (record, record["attempts"][0])] == [("failed", KILLED)] * 2
+    assert lock_owner(tmp_path) is not None
+
+
+def test_restarts_count_over_drivers_and_the_last_error_tells_each(died: Any, tmp_path: Path) -> None:
+    judged, cfg = died(990.0, restarts=[(950.0, 4), (960.0, 4), (970.0, 4)])
+    told = "The restarts are used up .*; before that, attempt 0: of before$"
+    with pytest.raises(RunError, match=f"^{KILLED}. {told}"):
+        judged.after_deaths(cfg, tmp_path, Resume())
+    assert record_of(tmp_path)["status"] == "failed"
+    assert "used up" in record_of(tmp_path)["error"]
+    assert (tmp_path / "report.html").exists()
+
+
+def test_restarts_before_a_newer_checkpoint_and_the_window_no_longer_count(died: Any, tmp_path: Path) -> None:
+    judged, cfg = died(990.0, restarts=[(850.0, 0), (860.0, 0), (870.0, 0)])
+    assert judged.after_deaths(cfg, tmp_path, Resume()) == Resume()
+
+
+def test_each_death_of_a_driver_counts_and_what_a_resume_was_asked_holds_until_there_is_a_checkpoint(
+    died: Any, tmp_path: Path
+) -> None:
+    asked = Resume(from_scratch=True)
+    judged, cfg = died(990.0, 995.0, committed=0)
+    assert judged.after_deaths(cfg, tmp_path, asked) == asked
+    event = judged.event(0)
+    assert event is not None
+    assert (event.died, event.lost, event.time) == (f"{KILLED}; then {KILLED}", 7, 990.0)
+    unlock_run_folder(tmp_path)
+    judged, cfg = died(990.0, 995.0, most=1)
+    with pytest.raises(RunError, match="used up"):
+        judged.after_deaths(cfg, tmp_path, asked)
+
+
+def test_a_driver_that_ended_with_its_node_is_told_with_the_reason(died: Any, tmp_path: Path) -> None:
+    judged, cfg = died(990.0, error="Ray's GCS has not answered for 60 s")
+    judged.after_deaths(cfg, tmp_path, Resume())
+    assert judged.event(4).died == f"{KILLED} (Ray's GCS has not answered for 60 s)"
+
+
+def test_a_run_whose_last_checkpoint_is_committed_is_not_resumed_after_its_driver(died: Any, tmp_path: Path) -> None:
+    judged, cfg = died(990.0, step=LAST, committed=LAST)
+    with pytest.raises(RunError, match=f"^{KILLED}$"):
+        judged.after_deaths(cfg, tmp_path, Resume())
+
+
+def test_a_driver_notes_what_the_next_one_needs(died: Any, notes: Notes, tmp_path: Path) -> None:
+    judged, cfg = died(990.0)
+    judged.after_deaths(cfg, tmp_path, Resume())
+    judged.begun(tmp_path)
+    report = notes.read()[-1]
+    assert report == {
+        "run": str(tmp_path / "run.json"),
+        "arguments": ["run"],
+        "most": 3,
+        "restarts": [[1000.0, 4]],
+        "story": [f"attempt 1: {KILLED}"],
+    }
+    assert SupervisedDriver(notes, resumes=True).deaths == []
+
+
+def test_a_driver_notes_that_its_run_fails_before_ray_ends(died: Any, notes: Notes, tmp_path: Path) -> None:
+    judged, _ = died()
+    with RunFolder.open(tmp_path, resume=True) as folder:
+        start = Start(0, True, tmp_path / "checkpoints", None)
+        assert judged.goes_on(folder, start, LAST, DEATH, 1, 990.0) is not None
+        assert "restarts" in notes.read()[-1]
+        assert judged.goes_on(folder, start, LAST, RunError("the reward function failed"), 1, 990.0) is None
+    assert notes.read()[-1] == {"over": True}

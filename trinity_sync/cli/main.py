@@ -291,8 +291,8 @@ compdef _trinity_sync trinity-sync
 """,
 }
 _FLAGS_OF_RUN = (
-    *("--multirun", "--dry-run", "--cfg", "--package", "--resolve", "--config-name", "--config-dir", "--config-path"),
-    *("--info", "--help", "--hydra-help", "--version"),
+    *("--multirun", "--dry-run", "--supervise", "--cfg", "--package", "--resolve", "--info", "--help", "--hydra-help"),
+    *("--config-name", "--config-dir", "--config-path", "--version"),
 )
 _OVERRIDES_AFTER = {"run": 1, "resume": 2, "reproduce": 2}
 """Commands with overrides, and the number of words before these."""

@@ -61,6 +61,7 @@ def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
         "--cfg", choices=("job", "hydra", "all"), help="print the settings of the resumed run, and stop"
     )
     resume.add_argument("--resolve", action="store_true", help="with --cfg: with the values of interpolations")
+    resume.add_argument("--supervise", action="store_true", help="resume the run again where its driver dies")
     resume.set_defaults(command=resume_run_or_sweep)
 
     report = commands.add_parser("report", help="write report.html of a run or of a sweep, and print its table")
@@ -101,10 +102,15 @@ def resume_run_or_sweep(options: argparse.Namespace) -> int:
     if options.run is None or (not options.run.exists() and "=" in options.run.name):
         raise ConfigError(_which_run())
     folder = options.run.absolute()
+    is_sweep = (folder / "multirun.yaml").is_file()
+    if options.supervise:
+        from trinity_sync.launch.supervision import supervised
+
+        supervised(resumes=True, others={"--cfg": options.cfg, "a sweep": is_sweep})
     if options.cfg is not None:
         return _show(folder, options)
     resume = Resume(options.from_scratch, options.skip_unreadable)
-    if not (folder / "multirun.yaml").is_file():
+    if not is_sweep:
         return resume_run(folder, options.overrides, options.allow_target, resume)
     if options.overrides or options.from_scratch:
         raise ConfigError(
@@ -177,7 +183,9 @@ def _go_on(
     folder: Path, invocation: Invocation, overrides: Sequence[str], allowed: Sequence[str], resume: Resume
 ) -> int:
     from trinity_sync.config.invocation import saved_settings
+    from trinity_sync.launch import supervision
     from trinity_sync.launch.start import PLACES, check_owned, checkpoint_folder, committed_steps, look_before_resume
+    from trinity_sync.launch.sweeps import wait_until_free
     from trinity_sync.tracking.run_record import RunFolderInUse, lock_owner, read_record
 
     read_record(folder / "run.json")
@@ -186,6 +194,8 @@ def _go_on(
     resume = replace(resume, started_in=invocation.started_in, given=frozenset(filter(settings.trust.gives, PLACES)))
     cfg = settings.config.anchored(invocation.started_in)
     cfg.check()
+    if (driver := supervision.driver()) is not None and driver.deaths:
+        wait_until_free(folder)  # until the processes of the dead driver have ended
     if owner := lock_owner(folder):
         raise RunFolderInUse(f"{folder} is in use by {owner}; stop that run before it is resumed")
     checkpoints = checkpoint_folder(cfg.settings, folder)

@@ -190,7 +190,7 @@ def _explain_by_others(key: str) -> str:
 # -- the command line as typed, made into one for Hydra
 
 
-DRY_RUN = "--dry-run"
+DRY_RUN, SUPERVISE = "--dry-run", "--supervise"
 _PATH, _DIR = ("--config-path", "-cp"), ("--config-dir", "-cd")
 _GROUPS_OF_HYDRA = ("hydra.launcher", "hydra.sweeper", "hydra.job_logging", "hydra.hydra_logging", "hydra.help")
 _OF_SEVERAL = ("experiment", "retention", "tracker")
@@ -204,21 +204,22 @@ class CommandLine(NamedTuple):
     """A parsed command line."""
 
     arguments: list[str]  # for Hydra, without the program
-    dry_run: bool  # only check whether the run could start
+    dry_run: bool = False  # only check whether the run could start
+    supervised: bool = False  # start the run again where its driver dies
 
     @classmethod
     def read(cls, given: Sequence[str], *, typed: bool = False) -> CommandLine:
         """Parse a command line. Raises ConfigError if there are two folders of option files; of one that the user has
         just typed, also if an argument has no effect or another one than it seems.
         """
-        arguments = [text for text in given if text != DRY_RUN]
+        arguments = [text for text in given if text not in (DRY_RUN, SUPERVISE)]
         line = list(map(plain_override, _with_own_options(arguments)))
         if typed:
             known, rest = get_args_parser().parse_known_args(line)
             overrides = [*known.overrides, *rest]
             check_overrides(overrides)
             line = [*overrides, *(text for text in line if text not in overrides)]  # for `sync=nccl -m seed=0,1`
-        return cls(line, len(arguments) < len(given))
+        return cls(line, DRY_RUN in given, SUPERVISE in given)
 
 
 def check_overrides(typed: Iterable[str]) -> None:

@@ -11,6 +11,7 @@ import json
 import math
 import shutil
 import sys
+from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -31,7 +32,7 @@ from omegaconf.errors import OmegaConfBaseException
 from trinity_sync.config import FORMER_MODULES, Config, RunConfig
 from trinity_sync.config.composed_jobs import ComposedJob, composed_before, is_fixed, note_settings, sweep_jobs
 from trinity_sync.config.composition import inspected, pattern_files, settle
-from trinity_sync.config.messages import CommandLine, explain, print_error
+from trinity_sync.config.messages import DRY_RUN, SUPERVISE, CommandLine, explain, print_error
 from trinity_sync.config.saved_config import SETTINGS_FOLDER, Trust, saved_texts
 from trinity_sync.errors import ConfigError, RunError, TrinityError
 from trinity_sync.host.durable import replace_file
@@ -43,7 +44,7 @@ from trinity_sync.host.origin import error_text, origin
 from trinity_sync.host.process import replaced
 from trinity_sync.host.references import Settings, path_list
 from trinity_sync.host.terminal import output_lost, safe_streams
-from trinity_sync.launch import sweeps
+from trinity_sync.launch import supervision, sweeps
 from trinity_sync.launch.start import Resume, planned_steps, used_places
 from trinity_sync.launch.sweeps import sweep_problem
 from trinity_sync.tracking.run_record import holds_run, lock_owner, lock_run_folder, unlock_run_folder
@@ -107,6 +108,8 @@ def run_main(
         if _session.rerun:
             sys.modules.update(dict.fromkeys(FORMER_MODULES, sys.modules[Config.__module__]))
         hide_typed(line.arguments)
+        if line.supervised:
+            _supervised(line, options)
         with (
             interruptible(),
             own_modules_found(Path.cwd(), unless_named=True),
@@ -137,6 +140,14 @@ def run_main(
     if not codes and output_lost():  # --help or --cfg
         return FAILED
     return finish_sweep(_session.sweep, codes) if _session.sweep else max(codes.values(), default=DONE)
+
+
+def _supervised(line: CommandLine, options: Namespace) -> None:
+    """Go on as the child of a supervisor, unless only a text is asked for."""
+    names = ("multirun", "cfg", "info", "experimental_rerun")
+    others = {DRY_RUN: line.dry_run, **{f"--{name.replace('_', '-')}": getattr(options, name) for name in names}}
+    if not (options.help or options.hydra_help or options.shell_completion):
+        supervision.supervised(resumes=False, others=others)
 
 
 def _codes() -> dict[Path, int]:
@@ -260,6 +271,8 @@ class RunHooks(Callback):
     def on_multirun_start(self, config: DictConfig, **kwargs: object) -> None:
         """Refuse a sweep that would overwrite a run or has an invalid job, before anything is written."""
         jobs: Sequence[ComposedJob] = ()
+        if supervision.driver() is not None:
+            _refuse(f"{SUPERVISE} is for one run, and these settings are those of a sweep")
         try:
             jobs = sweep_jobs(config)
             problem = sweep_problem(config.hydra, jobs)

@@ -5,6 +5,7 @@ attempt is a resume (`launcher.run`); the local Ray stays where it still works.
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -17,11 +18,20 @@ from trinity_sync.errors import ConfigError, ProcessLost, RunError, TrinityError
 from trinity_sync.host.interrupts import failing_of_it
 from trinity_sync.host.masking import without_hidden
 from trinity_sync.host.origin import origin
+from trinity_sync.launch import supervision
 from trinity_sync.launch.own_ray import ray_kept
-from trinity_sync.launch.start import Resume, Start, committed_steps
+from trinity_sync.launch.start import Resume, Start, checkpoint_folder, committed_steps
+from trinity_sync.launch.supervision import SupervisedDriver
 from trinity_sync.tracking.events import HealEvent
 from trinity_sync.tracking.json_lines import metrics_step, read_last
-from trinity_sync.tracking.run_record import RunFolder, amend_end, read_record, unlock_run_folder
+from trinity_sync.tracking.run_record import (
+    RunFolder,
+    Status,
+    amend_end,
+    lock_run_folder,
+    read_record,
+    unlock_run_folder,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,11 +45,12 @@ class Reached:
     last: int  # the last one that it planned
 
     @classmethod
-    def of(cls, folder: RunFolder, start: Start, *, attempt: int, last: int) -> Reached:
+    def of(cls, run_dir: Path, checkpoints: Path, *, attempt: int, began: int, last: int) -> Reached:
         """Read it from the record of the run."""
-        steps = [step for line in read_last(folder.metrics, 1) if (step := metrics_step(line)) is not None]
-        committed = max(committed_steps(folder.events, start.checkpoints), default=0)
-        return cls(attempt=attempt, began=start.step, step=max([start.step, *steps]), committed=committed, last=last)
+        lines = read_last(run_dir / "metrics.jsonl", 1)
+        steps = [step for line in lines if (step := metrics_step(line)) is not None]
+        committed = max(committed_steps(run_dir / "events.jsonl", checkpoints), default=0)
+        return cls(attempt=attempt, began=began, step=max([began, *steps]), committed=committed, last=last)
 
 
 class Healing:
@@ -49,10 +60,18 @@ class Healing:
         most: restarts within `window_s` seconds or since the newest checkpoint, whichever is longer.
         silent_s: time after which ranks give up one that does not answer (`backend.timeout_s`), seconds.
         clock: returns Unix seconds.
+        driver: this process, where it is supervised.
     """
 
-    def __init__(self, most: int, window_s: float, silent_s: float, clock: Callable[[], float] = time.time) -> None:
-        self._most, self._window_s, self._silent_s, self._clock = most, window_s, silent_s, clock
+    def __init__(
+        self,
+        most: int,
+        window_s: float,
+        silent_s: float,
+        clock: Callable[[], float] = time.time,
+        driver: SupervisedDriver | None = None,
+    ) -> None:
+        self._most, self._window_s, self._silent_s, self._clock, self._driver = most, window_s, silent_s, clock, driver
         self._restarts: list[tuple[float, int]] = []  # when, and the step of the newest checkpoint then
         self._story: list[str] = []
         self._judged: BaseException | None = None
@@ -69,16 +88,53 @@ class Healing:
     @classmethod
     def of(cls, cfg: Config) -> Healing:
         """Make that of a run."""
-        return cls(cfg.trainer.max_restarts, cfg.trainer.restart_window_s, cfg.backend.timeout_s)
+        limits = cfg.trainer.max_restarts, cfg.trainer.restart_window_s, cfg.backend.timeout_s
+        return cls(*limits, driver=supervision.driver())
+
+    def begun(self, run_dir: Path) -> None:
+        """Tell the supervisor, if there is one, that the run has an attempt from which it can go on."""
+        if self._driver is not None:
+            self._driver.begun(run_dir, most=self._most, restarts=self._restarts, story=self._story)
+
+    def after_deaths(self, config: RunConfig, run_dir: Path, resume: Resume | None) -> Resume | None:
+        """Judge the deaths of drivers before this one, and return how it resumes. Their attempt is recorded as failed,
+        and the folder is left locked for the next one. Raises RunError: the run ends.
+        """
+        if self._driver is None or resume is None or not self._driver.deaths:
+            return resume
+        lock_run_folder(run_dir)
+        run_json = run_dir / "run.json"
+        record, checkpoints = read_record(run_json), checkpoint_folder(config.settings, run_dir)
+        began, said = record.get("resumed_from") or 0, record.get("error")
+        last = record.get("total_steps") or config.settings.trainer.steps
+        self._restarts = [(at, step) for at, step in self._driver.before["restarts"]]
+        self._story = [*self._driver.before["story"]]
+        for death in self._driver.deaths:
+            reached = Reached.of(run_dir, checkpoints, attempt=record["attempt"], began=began, last=last)
+            error = ProcessLost(f"{death['died']} ({said})" if said else death["died"])
+            then = self.judge(error, reached, death["time"])
+            if then is None:
+                told = self.story(error) or str(error)
+                _record_end(run_dir, "failed", told)
+                raise RunError(told)
+            amend_end(run_json, "failed", str(error))
+            print(f"{error}; {then}", file=sys.stderr)
+            resume, began, said = self.next(resume), reached.step, None  # the later ones have begun no attempt
+        return resume
 
     def goes_on(
         self, folder: RunFolder, start: Start, last: int, error: BaseException, attempt: int, since: float
     ) -> str | None:
         """As `judge`; a record that cannot be read ends the run."""
-        try:
-            return self.judge(error, Reached.of(folder, start, attempt=attempt, last=last), since)
-        except (TrinityError, OSError):
-            return None
+        told = None
+        with contextlib.suppress(TrinityError, OSError):
+            reached = Reached.of(folder.path, start.checkpoints, attempt=attempt, began=start.step, last=last)
+            told = self.judge(error, reached, since)
+        if told is not None:
+            self.begun(folder.path)  # with one more restart
+        elif self._driver is not None:
+            self._driver.over()  # before Ray ends, which may end this process
+        return told
 
     def judge(self, error: BaseException, reached: Reached, since: float | None = None) -> str | None:
         """Decide whether the run goes on after an error that ends an attempt. `since`: when it was met, if that was
@@ -161,6 +217,13 @@ def _is_of_memory(error: BaseException | None) -> bool:
     return error is not None
 
 
+def _record_end(run_dir: Path, status: Status, error: str | None) -> None:
+    from trinity_sync.report import write_report
+
+    amend_end(run_dir / "run.json", status, error)
+    write_report(run_dir)
+
+
 def run(
     config: RunConfig,
     run_dir: Path,
@@ -174,7 +237,6 @@ def run(
     start.
     """
     from trinity_sync.launch import launcher
-    from trinity_sync.report import write_report
 
     healing, used = Healing.of(config.settings), [config]
 
@@ -184,6 +246,7 @@ def run(
 
     saving: Callable[[RunConfig], AbstractContextManager[None]] | None = saved
     try:
+        resume = healing.after_deaths(config, run_dir, resume)
         with ray_kept(after=healing.heals):
             while True:
                 try:
@@ -198,11 +261,10 @@ def run(
                         raise RunError(told) from error
                 resume, saving = healing.next(resume or Resume(started_in=started_in)), None
     except BaseException as error:
-        if healing.is_between(run_json := run_dir / "run.json"):
+        if healing.is_between(run_dir / "run.json"):
             stopped = isinstance(error, KeyboardInterrupt)
             with contextlib.suppress(TrinityError):
-                amend_end(run_json, "interrupted" if stopped else "failed", None if stopped else str(error))
-                write_report(run_dir)
+                _record_end(run_dir, "interrupted" if stopped else "failed", None if stopped else str(error))
         raise
     finally:
         unlock_run_folder(run_dir)

@@ -76,6 +76,8 @@ class Healer(Protocol):
         self, folder: RunFolder, start: Start, last: int, error: BaseException, attempt: int, since: float
     ) -> str | None: ...
 
+    def begun(self, run_dir: Path) -> None: ...
+
     def event(self, step: int) -> HealEvent | None: ...
 
 
@@ -134,6 +136,8 @@ def run(
         recorder = _recorder(config, folder, start, owner, threads, last_step, looked.trackers, healing)
         marks.pop_all()  # the run has begun: its marks stay
         try:
+            if healing is not None:
+                healing.begun(folder.path)
             stack.enter_context(last_words(partial(recorder.finish, "interrupted")))
             with recorder, deaths_told(recorder.fault), saving if resume else contextlib.nullcontext():
                 if scanned.counts is not None:
