@@ -34,7 +34,7 @@ AIMS = {
 
 LIMITS = {
     "lines": 72_958,
-    "modules": 290,
+    "modules": 291,
     "docstring lines / code lines": 0.21,
     "import lines / code lines": 0.1,
     "modules on the path of a full save": 13,
