@@ -17,6 +17,7 @@ from trinity_sync.errors import ConfigError, ProcessLost, RunError, TrinityError
 from trinity_sync.host.interrupts import failing_of_it
 from trinity_sync.host.masking import without_hidden
 from trinity_sync.host.origin import origin
+from trinity_sync.launch.kept_explorers import KeptExplorers
 from trinity_sync.launch.own_ray import ray_kept
 from trinity_sync.launch.start import Resume, Start, committed_steps
 from trinity_sync.tracking.events import HealEvent
@@ -49,9 +50,13 @@ class Healing:
         most: restarts within `window_s` seconds or since the newest checkpoint, whichever is longer.
         silent_s: time after which ranks give up one that does not answer (`backend.timeout_s`), seconds.
         clock: returns Unix seconds.
+
+    Attributes:
+        kept: explorers that live on until the next attempt.
     """
 
     def __init__(self, most: int, window_s: float, silent_s: float, clock: Callable[[], float] = time.time) -> None:
+        self.kept = KeptExplorers(lambda error: self.heals(error) and not _is_of_memory(error))
         self._most, self._window_s, self._silent_s, self._clock = most, window_s, silent_s, clock
         self._restarts: list[tuple[float, int]] = []  # when, and the step of the newest checkpoint then
         self._story: list[str] = []
@@ -184,7 +189,7 @@ def run(
 
     saving: Callable[[RunConfig], AbstractContextManager[None]] | None = saved
     try:
-        with ray_kept(after=healing.heals):
+        with ray_kept(after=healing.heals, spared=healing.kept.pids), contextlib.closing(healing.kept):
             while True:
                 try:
                     with failing_of_it():
