@@ -33,7 +33,7 @@ AIMS = {
 """The figures to reach; at most so many of each."""
 
 LIMITS = {
-    "lines": 71_890,
+    "lines": 72_100,
     "modules": 290,
     "docstring lines / code lines": 0.21,
     "import lines / code lines": 0.1,
