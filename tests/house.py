@@ -33,8 +33,8 @@ AIMS = {
 """The figures to reach; at most so many of each."""
 
 LIMITS = {
-    "lines": 72_958,
-    "modules": 291,
+    "lines": 73_164,
+    "modules": 292,
     "docstring lines / code lines": 0.21,
     "import lines / code lines": 0.1,
     "modules on the path of a full save": 13,

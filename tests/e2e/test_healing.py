@@ -6,10 +6,12 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 import pytest
@@ -88,7 +90,78 @@ def test_a_run_that_loses_a_process_goes_on_bit_for_bit(
 ) -> None:
     started = start(folder, *of_bytes, small=False)
     strike(started, victim)
-    assert_healed(started.finish(), undisturbed, started.process.pid, named)
+    assert_healed(run := started.finish(), undisturbed, started.process.pid, named)
+    first, second = explorers(run)
+    assert [one.how for one in (first, second)] == ["is up", "is up" if victim == "explorer-0" else "lives on"]
+    assert (first.pid == second.pid) is (victim != "explorer-0")
+
+
+class Up(NamedTuple):
+    """An explorer that has come up, as the log tells it."""
+
+    name: str
+    how: str
+    pid: int
+
+
+def explorers(run: Run) -> list[Up]:
+    told = re.findall(
+        r"(explorer-\d) (is up|lives on): pid (\d+) on node", (run.folder / "logs/driver.log").read_text()
+    )
+    return [Up(name, how, int(pid)) for name, how, pid in told]
+
+
+def assert_the_same_explorers(run: Run, names: Sequence[str]) -> None:
+    """Those of the first attempt have served the second one, which has loaded its own versions only."""
+    found = explorers(run)
+    pids = {one.name: one.pid for one in found}
+    assert sorted(found) == sorted(Up(name, how, pids[name]) for name in names for how in ("is up", "lives on"))
+    (heal,) = run.events("heal")
+    for load in run.events("load"):
+        assert load["attempt"] == 0 or load["version"] >= heal["resumed_from"]
+        assert load["digest"] == run.digests[load["version"]]
+    assert not run.events("fault")
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("mode", ["checkpoint", "memory", "nccl"])
+def test_explorers_live_on_and_make_the_same_samples(folder: Path, mode: str) -> None:
+    settings = (*LENGTH, f"sync={mode}", "explorer.replicas=2")
+    undisturbed = launch(folder.with_name("undisturbed"), *settings)
+    started = start(folder, *settings)
+    strike(started, "trainer-rank-1")
+    assert_healed(run := started.finish(), undisturbed, started.process.pid, "trainer rank 1 died")
+    assert_the_same_explorers(run, ["explorer-0", "explorer-1"])
+    assert rewards(run) == rewards(undisturbed)
+
+
+def rewards(run: Run) -> list[float]:
+    return [line["reward/mean"] for line in run.lines("metrics.jsonl")]
+
+
+@pytest.mark.all
+def test_explorers_of_a_free_run_live_on(folder: Path) -> None:
+    started = start(folder, *LENGTH, "trainer.schedule=free", "explorer.replicas=2")
+    strike(started, "trainer-rank-1")
+    run = started.finish()
+    assert run.code == 0, run.output
+    assert_the_same_explorers(run, ["explorer-0", "explorer-1"])
+    assert_ended_clean(run, started.process.pid)
+
+
+@pytest.mark.all
+def test_an_explorer_that_stands_still_when_the_run_goes_on_is_started_anew(folder: Path) -> None:
+    settings = (*LENGTH, "explorer.replicas=2")
+    undisturbed = launch(folder.with_name("undisturbed"), *settings)
+    started = start(folder, *settings)
+    strike(started, "trainer-rank-1")
+    started.wait_for_line("the run goes on from")
+    os.kill(started.pid_of("explorer-1"), signal.SIGSTOP)
+    assert_the_same(run := started.finish(), undisturbed, started.process.pid)
+    lived, stopped = ([one for one in explorers(run) if one.name == f"explorer-{number}"] for number in range(2))
+    assert [one.how for one in lived] == ["is up", "lives on"]
+    assert [one.how for one in stopped] == ["is up", "is up"]
+    assert not run.events("fault")
 
 
 @pytest.mark.all

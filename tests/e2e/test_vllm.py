@@ -14,6 +14,7 @@ import pytest
 import ray
 
 from tests.e2e.runs import ROOT, Run, kill_at, launch, start
+from tests.e2e.test_healing import LENGTH, assert_healed, assert_the_same_explorers, strike
 
 BACKENDS, MODES = ("fsdp2", "megatron"), ("checkpoint", "memory", "nccl")
 VLLM = ("explorer=vllm",)
@@ -83,6 +84,18 @@ def test_versions_are_taken_while_samples_are_made(tmp_path: Path, on_update: st
     assert mixed > 0 if on_update == "keep" else mixed == 0
     made = [(one["began"], one["began"] + one["total_s"]) for one in run.events("generate")]
     assert any(began < load["began"] < ended for load in loads for began, ended in made)
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("mode", ["memory", "nccl"])
+def test_an_engine_lives_on_when_its_run_has_lost_a_rank(tmp_path: Path, mode: str) -> None:
+    settings = (*VLLM, *LENGTH, f"sync={mode}", "explorer.tp=2")
+    undisturbed = launch(tmp_path / "undisturbed", *settings)
+    started = start(tmp_path / "run", *settings)
+    strike(started, "trainer-rank-1")
+    assert_healed(run := started.finish(), undisturbed, started.process.pid, "trainer rank 1 died")
+    assert_the_same_explorers(run, ["explorer-0"])
+    assert_sampled_as_trained(run)
 
 
 def processes_of(run: Run) -> list[psutil.Process]:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.runs import Run, launch, start
+from tests.e2e.test_healing import LENGTH, assert_the_same_explorers, strike
 from tests.explorer.helpers import ARCHITECTURE
 from tests.vllm.servers import PLUG_IN, RealServer, serving
 from trinity_sync.models.architecture import make_model
@@ -73,6 +74,17 @@ def test_a_server_that_is_killed_costs_the_explorer_which_waits_for_it_to_come_b
     run = started.finish()
     assert_right(run, "memory")
     assert [event["where"] for event in run.events("fault")] == ["explorer-0"]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_explorer_lives_on_and_gives_the_server_the_versions_of_the_next_attempt(
+    tmp_path: Path, server: RealServer
+) -> None:
+    started = start(tmp_path / "run", *overrides(server, *LENGTH))
+    strike(started, "trainer-rank-1")
+    run = started.finish()
+    assert_right(run, "memory")
+    assert_the_same_explorers(run, ["explorer-0"])
 
 
 def test_a_server_that_is_not_there_is_said(tmp_path: Path, model: Path) -> None:

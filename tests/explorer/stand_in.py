@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from trinity_sync.actors.agent_client import AgentClient
@@ -47,7 +49,16 @@ class StandIn:
         self._die_if_told_to("start")
         return "node"
 
+    def rejoin(self, member: RoundMember, synchronizer: SynchronizerClient) -> str:
+        self._die_if_told_to("rejoin")
+        self._spec, self._synchronizer, self._held = replace(self._spec, member=member), synchronizer, None
+        return "node"
+
+    def sleep(self, seconds: float) -> None:
+        time.sleep(seconds)
+
     def attach(self, agents: dict[str, AgentClient]) -> ExplorerProcess:
+        self._die_if_told_to("attach")
         self._agents = agents
         return {"pid": os.getpid(), "node": "node", "base": self._spec.engine.get("base"), "closes": False}
 

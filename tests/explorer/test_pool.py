@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -25,7 +26,7 @@ from trinity_sync.actors.explorer_client import ExplorerClient, Generated
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.explorer import pool as pool_module
 from trinity_sync.explorer.actor import Explorer, ExplorerSpec
-from trinity_sync.explorer.pool import ExplorerPool
+from trinity_sync.explorer.pool import Alive, ExplorerPool
 from trinity_sync.explorer.validation import Validation, ValidationSettings
 from trinity_sync.protocol.parts import PartInfo
 from trinity_sync.protocol.rounds import RoundMember
@@ -96,6 +97,7 @@ class Pools:
         free: bool = False,
         base: str | None = None,
         engine: Mapping[str, Any] | None = None,
+        kept: Mapping[str, Alive] | None = None,
     ) -> ExplorerPool:
         fixed: dict[str, Any] = {
             "engine": dict(engine or {}),
@@ -123,6 +125,7 @@ class Pools:
             on_fault=lambda where, error: self.faults.append((where, error)),
             on_generated=self.generated.append,
             start_agent=start_agent,
+            kept=kept,
         )
         self.made.append(pool)
         self.agents_of[pool] = nodes
@@ -171,7 +174,7 @@ def test_explorers_have_the_base_that_the_trainer_has(all_pools: Pools) -> None:
     with pytest.raises(ConfigError, match=r"models/seven: explorer-0 has .* the digest cd, the trainer's has ab"):
         all_pools.make(replicas=1, max_restarts=0, base="ab", engine=engine)
     good = all_pools.made[-2]
-    good._spec = replace(good._spec, engine={**engine, "base": "ef"})
+    good.spec = replace(good.spec, engine={**engine, "base": "ef"})
     with pytest.raises(RunError, match=r"^explorer-0 cannot be started again: .* the digest ef, the trainer's has cd"):
         good.replace("explorer-0", RunError("it hangs"))
     for pool in (all_pools.made.pop(), all_pools.made.pop()):  # the pools of the other tests need the processors
@@ -373,6 +376,98 @@ def test_an_explorer_that_dies_in_a_validation_is_started_again_and_asked_again(
     pools.tell_to_die("explorer-1", "generate")
     assert validation.run(FIRST.step) == before
     assert [where for where, _ in pools.faults] == ["explorer-1"]
+
+
+# Explorers that live on in the pool of the next attempt.
+
+
+def handed_over(pool: ExplorerPool, but: str = "") -> dict[str, Alive]:
+    return pool.hand_over(lambda name: name == but)
+
+
+def test_explorers_live_on_in_the_next_attempt_and_hold_nothing_of_the_one_before(pools: Pools) -> None:
+    first = pools.make(replicas=2, max_restarts=0)
+    first.load(FIRST, deliver)
+    before = list(first.generate(7, PROMPTS, 2, deliver))
+    members = dict(first._members)
+    kept = handed_over(first)
+    assert first.clients == first.places() == {}
+    first.close()
+    second = pools.make(replicas=2, max_restarts=0, kept=kept)
+    assert handed_over(second) == {}, "one that has not loaded a version since may be ill"
+    with pytest.raises(RunError):
+        results([client.generate(7, PROMPTS, 2) for client in second.clients.values()], LIMIT)
+    second.load(again := Version(1, 0), deliver)
+    after = list(second.generate(7, PROMPTS, 2, deliver))
+    assert [replace(item, version=FIRST) for item in after] == before
+    assert {item.version for item in after} == {again}
+    assert pools.faults == []
+    assert all(second._members[name].life != members[name].life for name in members), "others tell them apart"
+    assert handed_over(second, but="explorer-1") == {"explorer-0": kept["explorer-0"]}
+
+
+@pytest.mark.parametrize("how", ["hangs", "rejoin", "attach", "load", "refuses"])
+def test_one_that_cannot_live_on_is_started_anew_and_costs_no_restart(
+    pools: Pools, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    first = pools.make(replicas=2, max_restarts=0)
+    first.load(FIRST, deliver)
+    before = list(first.generate(7, PROMPTS, 2, deliver))
+    kept = handed_over(first)
+    if how == "hangs":
+        monkeypatch.setattr(pool_module, "_REJOIN_S", 1.0)
+        kept["explorer-0"].handle.sleep.remote(600)
+    elif how != "refuses":
+        pools.tell_to_die("explorer-0", how)
+
+    def refused(explorers: dict[str, ExplorerClient], version: Version) -> Delivery:
+        if how == "refuses" and explorers["explorer-0"].handle is kept["explorer-0"].handle:
+            raise RunError("explorer-0 cannot load version 0: its engine is ill")
+        return deliver(explorers, version)
+
+    second = pools.make(replicas=2, max_restarts=0, kept=kept)
+    reports = second.load(FIRST, refused)
+    assert sorted({report.explorer for report in reports}) == ["explorer-0", "explorer-1"]
+    assert list(second.generate(7, PROMPTS, 2, deliver)) == before
+    alive = handed_over(second)
+    assert alive["explorer-1"] == kept["explorer-1"]
+    assert alive["explorer-0"].pid != kept["explorer-0"].pid
+    assert [where for where, _ in pools.faults] == (["explorer-0"] if how == "load" else [])
+
+
+def test_one_that_lives_on_joins_a_free_run_by_itself(pools: Pools) -> None:
+    first = pools.make(replicas=2, max_restarts=0, free=True)
+    work = [(3, PROMPTS)]
+    for name in first.clients:
+        first.join(name)
+    made = [list(first.produce(name, work, 1).batch) for name in first.clients]
+    kept = handed_over(first)
+    pools.tell_to_die("explorer-1", "produce")
+    second = pools.make(replicas=2, max_restarts=0, free=True, kept=kept)
+    for name in second.clients:
+        second.join(name)
+    produced = second.produce("explorer-0", work, 1)
+    assert (list(produced.batch), produced.load is not None) == (made[0], True)
+    with pytest.raises(MemberDied) as death:
+        second.produce("explorer-1", work, 1)
+    assert second.replace("explorer-1", death.value), "its first load has not succeeded"
+    assert list(second.produce("explorer-1", work, 1).batch) == made[1]
+    assert not second.replace("explorer-0", death.value)
+
+
+def test_what_an_explorer_knows_of_an_attempt_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The real one; its process is not needed."""
+    fixed: dict[str, Any] = {"engine": {}, "task": {}, "seed": 0, "deterministic": False, "sync": {}, "verify": "full"}
+    spec = ExplorerSpec(member=RoundMember.new("explorer-0"), sync_timeout_s=LIMIT, log_dir=None, **fixed)
+    explorer = Explorer(spec, None)  # type: ignore[arg-type]
+    explorer._loader = SimpleNamespace(held=FIRST)  # type: ignore[assignment]
+    member, synchronizer = RoundMember.new("explorer-0"), SimpleNamespace()
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "here"))
+    assert explorer.rejoin(member, synchronizer) == "here"  # type: ignore[arg-type]
+    assert explorer._spec == replace(spec, member=member)
+    assert explorer._synchronizer is synchronizer
+    with pytest.raises(RunError, match="holds no version"):
+        explorer.generate(3, PROMPTS, 1)
 
 
 class Mode:

@@ -58,7 +58,9 @@ class Idle:
 
     def __init__(self, setup: Setup) -> None:
         self.setup = setup
-        self.actors = SimpleNamespace(peak_memory=lambda: {"trainer": 17}, close=lambda: None)
+        self.actors = SimpleNamespace(
+            peak_memory=lambda: {"trainer": 17}, close=lambda: None, explorers_ended=nullcontext
+        )
 
     def start(self) -> None:
         pass

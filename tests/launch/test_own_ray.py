@@ -129,7 +129,7 @@ def test_one_is_kept_for_a_run_that_wants_the_same(
         return own_ray.OwnRay(folder, request, cpus, frozenset(), lambda: ended.append(folder))
 
     monkeypatch.setattr(own_ray, "_start_own", start)
-    monkeypatch.setattr(own_ray.OwnRay, "clear", lambda self: True)
+    monkeypatch.setattr(own_ray.OwnRay, "clear", lambda self, spared: True)
     monkeypatch.setattr(own_ray.OwnRay, "lives", lambda self: alive[0])
     with ray_kept():
         with contextlib.suppress(ZeroDivisionError), own_ray.own_ray(SETTINGS, 2, {}, False, {}):
@@ -167,7 +167,7 @@ def test_one_is_kept_after_a_failure_that_another_attempt_follows(
                 raise error
 
     monkeypatch.setattr(own_ray, "_start_own", start)
-    monkeypatch.setattr(own_ray.OwnRay, "clear", lambda self: True)
+    monkeypatch.setattr(own_ray.OwnRay, "clear", lambda self, spared: True)
     monkeypatch.setattr(own_ray.OwnRay, "lives", lambda self: True)
     with ray_kept() if swept else contextlib.nullcontext():
         with ray_kept(after=lambda error: isinstance(error, ZeroDivisionError)):
@@ -183,7 +183,7 @@ def test_one_is_kept_after_a_failure_that_another_attempt_follows(
 def test_one_that_does_not_live_is_not_asked_to_clear_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     request = own_ray._RayRequest(SETTINGS, {}, False, {}, tmp_path)
     monkeypatch.setattr(own_ray.OwnRay, "lives", lambda self: False)
-    monkeypatch.setattr(own_ray.OwnRay, "_workers", lambda self: pytest.fail("Ray was asked"))
+    monkeypatch.setattr(own_ray.OwnRay, "_workers", lambda self, spared: pytest.fail("Ray was asked"))
     assert not own_ray.OwnRay(tmp_path, request, 1, frozenset(), lambda: None).clear()
 
 
@@ -234,19 +234,38 @@ def test_actors_of_the_run_before_end_for_good(tmp_path: Path, monkeypatch: pyte
     from ray._private.worker import global_worker
 
     groups = importlib.import_module("ray.util.placement_group")
-    ids = [ray.ActorID(bytes([number] * 16)).hex() for number in (1, 2)]
+    ids = [ray.ActorID(bytes([number] * 16)).hex() for number in (1, 2, 3)]
     killed: list[tuple[str, bool]] = []
     core = SimpleNamespace(kill_actor=lambda actor, no_restart: killed.append((actor.hex(), no_restart)))
     monkeypatch.setattr(type(global_worker), "current_job_id", property(lambda self: None))
     monkeypatch.setattr(global_worker, "core_worker", core, raising=False)
-    states = dict(zip(ids, ({"State": "ALIVE"}, {"State": "DEAD"}), strict=True))
+    said = [{"State": "ALIVE", "Pid": 7}, {"State": "DEAD", "Pid": 8}, {"State": "ALIVE", "Pid": 9}]
+    states = dict(zip(ids, said, strict=True))
     monkeypatch.setattr(state, "actor_table", lambda *asked: states)
-    monkeypatch.setattr(state, "workers", list)
+    monkeypatch.setattr(state, "workers", lambda: ["of 9"])
     monkeypatch.setattr(groups, "placement_group_table", dict)
     monkeypatch.setattr(own_ray, "processes_of", lambda folder: [])
     monkeypatch.setattr(own_ray.OwnRay, "lives", lambda self: True)
-    assert own_ray.OwnRay(tmp_path, REQUEST, 1, frozenset(), lambda: None).clear()
+    assert own_ray.OwnRay(tmp_path, REQUEST, 1, frozenset(), lambda: None).clear([9])
     assert killed == [(ids[0], True)], "one that is started again is in the way of the next run"
+
+
+def test_an_actor_that_lives_on_keeps_its_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = [sys.executable, "-c", "import subprocess; subprocess.run(['sleep', '60'])"]
+    alive, left = (subprocess.Popen(one) for one in (command, ["sleep", "60"]))
+    parent, other = psutil.Process(alive.pid), psutil.Process(left.pid)
+    while not parent.children():
+        time.sleep(0.01)
+    (child,) = parent.children()
+    monkeypatch.setattr(own_ray, "processes_of", lambda folder: [parent, child, other])
+    kept = own_ray.OwnRay(tmp_path, REQUEST, 1, frozenset(), lambda: None)
+    assert kept._workers(()) == [parent, child, other]
+    assert kept._workers([parent.pid]) == [other]
+    for process in (child, parent, other):
+        process.kill()
+    alive.wait()
+    left.wait()
+    assert kept._workers([parent.pid]) == [], "one that dies meanwhile is none of its own"
 
 
 @pytest.mark.parametrize(("looks", "left", "cleared"), [(3, 0, True), (10**6, 0, False), (0, 1, False)])
@@ -262,7 +281,7 @@ def test_one_is_clear_when_workers_have_ended_and_ray_has_noticed(
     stubborn = [subprocess.Popen(["sleep", "60"]) for _ in range(left)]
     monkeypatch.setattr(type(global_worker), "current_job_id", property(lambda self: None))
     monkeypatch.setattr(state, "actor_table", lambda *asked: {})
-    monkeypatch.setattr(state, "workers", lambda: next(workers, None) is not None)
+    monkeypatch.setattr(state, "workers", lambda: [] if next(workers, None) is None else ["left"])
     monkeypatch.setattr(groups, "placement_group_table", dict)
     monkeypatch.setattr(own_ray, "kill_all", lambda processes: None)
     monkeypatch.setattr(own_ray, "processes_of", lambda folder: [psutil.Process(one.pid) for one in stubborn])

@@ -118,6 +118,7 @@ class ExplorerClient(RayClient):
 
     warm_up = RemoteMethod(Explorer.warm_up, "import its engine")
     start = RemoteMethod(Explorer.start, "start")
+    rejoin = RemoteMethod(Explorer.rejoin, "join the next attempt")
     attach = RemoteMethod(Explorer.attach, "attach to the node agents")
     load = RemoteMethod(Explorer.load, "load version {0}")
     generate = RemoteMethod(Explorer.generate, "generate for step {0}")

@@ -77,6 +77,15 @@ class Explorer:
         story.info("up: %s of %s", type(self._engine).__name__, self._spec.engine["model_path"])
         return str(ray.get_runtime_context().get_node_id())
 
+    def rejoin(self, member: RoundMember, synchronizer: SynchronizerClient) -> str:
+        """Leave an attempt that has ended, in place of a `start` for the next one; `attach` follows. Everything of that
+        attempt is dropped but engine and task, so this explorer holds no version.
+        """
+        self._loader = None
+        self._spec = replace(self._spec, member=member)
+        self._synchronizer = synchronizer
+        return str(ray.get_runtime_context().get_node_id())
+
     def attach(self, agents: dict[str, AgentClient]) -> ExplorerProcess:
         """Connect to the node agents (by Ray node id), whose slots exist by then; return where this explorer runs."""
         spec = self._spec

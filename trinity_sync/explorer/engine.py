@@ -31,7 +31,8 @@ class RolloutEngine(ABC):
         raise NotImplementedError(f"{type(self).__name__} has neither destinations() nor a target() of its own")
 
     def target(self, mode: SyncMode, side: ExplorerSide, verify: str) -> WeightTarget:
-        """Return the place that versions are loaded into: by default `destinations`.
+        """Return the place that versions are loaded into: by default `destinations`. Called again where the run goes on
+        as its next attempt, which replaces what was returned before.
 
         Args:
             mode: the sync mode.

@@ -9,18 +9,28 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import ray
+from ray.actor import ActorHandle
 
 from trinity_sync.actors.agent_client import AgentClient
 from trinity_sync.actors.calls import Call, MemberDied, ended, results
-from trinity_sync.actors.explorer_client import Beside, ExplorerClient, Generated, LoadFailed, LoadReport, Produced
+from trinity_sync.actors.explorer_client import (
+    Beside,
+    ExplorerClient,
+    ExplorerProcess,
+    Generated,
+    LoadFailed,
+    LoadReport,
+    Produced,
+)
 from trinity_sync.actors.pending import failures_logged
 from trinity_sync.actors.synchronizer_client import SynchronizerClient
-from trinity_sync.errors import ConfigError, ProcessLost, RunError, WaitTimeout, grown
+from trinity_sync.errors import ConfigError, ProcessLost, RunError, TrinityError, WaitTimeout, grown
 from trinity_sync.explorer.actor import Explorer, ExplorerSpec
 from trinity_sync.host.interrupts import REST_S, left
 from trinity_sync.host.logs import story
@@ -34,8 +44,17 @@ from trinity_sync.sync.base import Delivery
 _CLOSE_S = 10.0
 _ANSWERED_S = 60.0
 """Limit for an answer that is there, but may have been spilled to disk."""
+_REJOIN_S = 10.0
+"""Limit for explorers of the attempt before to end their calls and to join this one: a start takes about as long."""
 
 Deliver = Callable[[dict[str, ExplorerClient], Version], Delivery]
+
+
+class Alive(NamedTuple):
+    """An explorer that outlives its pool."""
+
+    handle: ActorHandle
+    pid: int
 
 
 class ExplorerPool:
@@ -48,6 +67,8 @@ class ExplorerPool:
         explorer_timeout_s: limit of a generation, seconds; a `WaitLimit` grows with a load in the same call.
         on_fault: called with each death that a restart repairs: (where, error).
         start_agent: starts the agent of a node that has explorers only, where the sync mode needs one.
+        kept: explorers that the pool of the attempt before has handed over, with the same spec. One that does not join,
+            or does not load its first version, is started anew, which does not count as a restart.
     """
 
     def __init__(
@@ -63,8 +84,9 @@ class ExplorerPool:
         on_fault: Callable[[str, str], None],
         on_generated: Callable[[Generated], None],
         start_agent: Callable[[str], AgentClient | None] = lambda node: None,
+        kept: Mapping[str, Alive] | None = None,
     ) -> None:
-        self._spec = spec
+        self.spec = spec
         self._synchronizer = synchronizer
         self._num_gpus = num_gpus
         self._restarts_left = max_restarts
@@ -80,24 +102,54 @@ class ExplorerPool:
         self._held: Version | None = None
         self._closes = False
         self._members: dict[str, RoundMember] = {}
-        self._nodes: dict[str, str] = {}
+        self._processes: dict[str, ExplorerProcess] = {}  # of connected explorers
         names = [f"explorer-{index}" for index in range(replicas)]
-        self.clients = {name: self._create(name) for name in names}
+        kept = kept or {}
+        self._kept = {name for name in names if name in kept}  # that have not loaded a version in this attempt
+        self.clients = {
+            name: ExplorerClient(kept[name].handle, name, spec.processes) if name in kept else self._create(name)
+            for name in names
+        }
         self._starting: dict[str, Call[str]] = {}
 
     def _create(self, name: str) -> ExplorerClient:
-        actor = ray.remote(failures_logged(Explorer)).options(
-            num_cpus=1, num_gpus=self._num_gpus * self._spec.processes
-        )
+        actor = ray.remote(failures_logged(Explorer)).options(num_cpus=1, num_gpus=self._num_gpus * self.spec.processes)
         self._members[name] = RoundMember.new(name)
-        handle = actor.remote(replace(self._spec, member=self._members[name]), self._synchronizer)
-        client = ExplorerClient(handle, name, self._spec.processes)
+        handle = actor.remote(replace(self.spec, member=self._members[name]), self._synchronizer)
+        client = ExplorerClient(handle, name, self.spec.processes)
         client.warm_up()
         return client
 
     def start(self) -> None:
-        """Begin to build all engines. The model's folder exists by then. Does not wait; `attach` does."""
-        self._starting = {name: client.start() for name, client in self.clients.items()}
+        """Begin to build all engines. The model's folder exists by then. Does not wait for them, `attach` does; but a
+        while for explorers of the attempt before.
+        """
+        self._members |= {name: RoundMember.new(name) for name in self._kept}
+        self._starting = {
+            name: client.rejoin(self._members[name], self._synchronizer) if name in self._kept else client.start()
+            for name, client in self.clients.items()
+        }
+        joining = {name: self._starting[name] for name in sorted(self._kept)}
+        answered = ended(joining.values(), left(_REJOIN_S, REST_S))
+        for name, call in joining.items():
+            error = _error_of(call) if call in answered else WaitTimeout(name, call.what, _REJOIN_S)
+            if error is not None:
+                self._starting[name] = self._start_anew(name, error)
+
+    def _start_anew(self, name: str, why: Exception) -> Call[str]:
+        """Replace an explorer of the attempt before that cannot go on; return the call that builds its engine."""
+        story.warning("%s does not live on: %s", name, why)
+        self._kept.discard(name)
+        self._forget(name)
+        self.clients[name] = self._create(name)
+        return self.clients[name].start()
+
+    def hand_over(self, but: Callable[[str], bool]) -> dict[str, Alive]:
+        """Give away the connected explorers, except those of some names, and those of the attempt before that have not
+        loaded a version since. This pool does not call them any more.
+        """
+        names = [name for name in self._processes if name not in self._kept and not but(name)]
+        return {name: Alive(self.clients.pop(name).handle, self._processes.pop(name)["pid"]) for name in names}
 
     def introduce(self, agents: dict[str, AgentClient], base: str | None = None, version_bytes: int = 0) -> None:
         """Set the node agents to which `join` connects explorers one by one, and the bytes of a version."""
@@ -116,18 +168,29 @@ class ExplorerPool:
         self._connect(starting)
 
     def _connect(self, starting: dict[str, Call[str]]) -> None:
-        nodes = dict(zip(starting, results(list(starting.values()), self._start_timeout_s), strict=True))
+        new = dict(starting)
+        for name in sorted(self._kept & starting.keys()):
+            try:
+                self._connect_all({name: starting[name]}, left(_REJOIN_S, REST_S))
+                del new[name]
+            except TrinityError as error:
+                new[name] = self._start_anew(name, error)
+        self._connect_all(new, self._start_timeout_s)
+
+    def _connect_all(self, starting: dict[str, Call[str]], limit_s: float) -> None:
+        nodes = dict(zip(starting, results(list(starting.values()), limit_s), strict=True))
         attaching = [self.clients[name].attach(self._agents_of(node)) for name, node in nodes.items()]
         reserving = [self._agents[node].reserve() for node in {*nodes.values()} if node in self._agents]
-        places = results(attaching, self._start_timeout_s)
+        places = results(attaching, limit_s)
         results(reserving, self._start_timeout_s)
         for name, place in zip(starting, places, strict=True):
-            story.info("%s is up: pid %d on node %s", name, place["pid"], place["node"])
-            self._nodes[name] = place["node"]
+            how = "lives on" if name in self._kept else "is up"
+            story.info("%s %s: pid %d on node %s", name, how, place["pid"], place["node"])
+            self._processes[name] = place
             self._closes = place["closes"]
             if place["base"] != self._base:
                 raise ConfigError(
-                    f"model.path={self._spec.engine['model_path']}: {name} has an adapter's base with the digest "
+                    f"model.path={self.spec.engine['model_path']}: {name} has an adapter's base with the digest "
                     f"{place['base']}, the trainer's has {self._base}; all nodes must see the same folder, and it "
                     "must not change during the run"
                 )
@@ -145,7 +208,7 @@ class ExplorerPool:
 
     def places(self) -> dict[str, str]:
         """Return Ray's id of the node of each connected explorer, by name. Any thread."""
-        return dict(self._nodes)
+        return {name: place["node"] for name, place in dict(self._processes).items()}
 
     def load(self, version: Version, deliver: Deliver) -> list[LoadReport]:
         """Have all explorers load a version through the sync mode's `deliver`."""
@@ -165,6 +228,14 @@ class ExplorerPool:
                 self._replace(death)
                 missing = {name: self.clients[name] for name in missing}
                 continue
+            except RunError as error:
+                doubtful = [name for name in sorted(self._kept & missing.keys()) if name in str(error)]
+                if not doubtful:
+                    raise
+                self._connect({name: self._start_anew(name, error) for name in doubtful})
+                missing = {name: self.clients[name] for name in missing}
+                continue
+            self._kept -= {report.explorer for report in delivery.reports}
             reports += [replace(report, began=began) for report in delivery.reports]
             for lost in delivery.lost.values():
                 self._replace(lost)
@@ -218,6 +289,7 @@ class ExplorerPool:
         except LoadFailed as error:
             raise error.after(*_timed(error.load, error.beside, began)[:2]) from error
         load, beside, loaded = _timed(produced.load, produced.beside, began)
+        self._kept.discard(name)
         newest = int(produced.batch.spans.rows[:, 2].max())
         self._on_generated(_generated(name, work[0][0], newest, loaded, time.time()))
         return replace(produced, load=load, beside=beside)
@@ -225,7 +297,9 @@ class ExplorerPool:
     def take(self, name: str, version: Version) -> LoadReport:
         """Have one explorer load a version and hold it until its next `produce`. Any thread; raises as `produce`."""
         began = time.time()
-        return replace(self.clients[name].load(version).result(self.work_limit()), began=began)
+        report = self.clients[name].load(version).result(self.work_limit())
+        self._kept.discard(name)
+        return replace(report, began=began)
 
     def answer(
         self, name: str, version: Version, prompts: Sequence[Prompt], samples_per_prompt: int, drawing: Drawing
@@ -254,7 +328,7 @@ class ExplorerPool:
         """Restart an explorer that is dead, hangs or cannot load. Any thread; the others go on. Returns False if no
         restart is left, which ends the explorer.
         """
-        while self._may_restart():
+        while self._may_restart(name):
             self._on_fault(name, str(why))
             story.warning("starting %s again (%d restarts left)", name, self._restarts_left)
             self._forget(name)
@@ -270,7 +344,8 @@ class ExplorerPool:
         """Kill an explorer, and allow no more restarts."""
         with self._lock:
             self._restarts_left = 0
-        self._nodes.pop(name, None)
+        self._kept.discard(name)
+        self._processes.pop(name, None)
         ray.kill(self.clients[name].handle)
 
     def close(self) -> None:
@@ -284,11 +359,14 @@ class ExplorerPool:
         self._end_leases(name)
 
     def _end_leases(self, name: str) -> None:
-        self._nodes.pop(name, None)
+        self._processes.pop(name, None)
         self._synchronizer.drop_reader(self._members[name]).result(self._synchronizer.timeout_s)
 
-    def _may_restart(self) -> bool:
+    def _may_restart(self, name: str) -> bool:
         with self._lock:
+            if name in self._kept:
+                self._kept.discard(name)
+                return True
             self._restarts_left -= 1
             return self._restarts_left >= 0
 
@@ -301,7 +379,7 @@ class ExplorerPool:
 
     def _replace(self, death: Exception) -> None:
         assert isinstance(death, MemberDied)
-        if not self._may_restart():
+        if not self._may_restart(death.who):
             raise ProcessLost(
                 f"{death}. See logs/{death.who}.log. Set explorer.max_restarts above 0 to have explorers restarted"
             ) from death
@@ -309,6 +387,15 @@ class ExplorerPool:
         story.warning("starting %s again (%d restarts left)", death.who, self._restarts_left)
         self._end_leases(death.who)
         self._restart(death.who)
+
+
+def _error_of(call: Call[str]) -> TrinityError | None:
+    """Return the error of a call that has ended, if it has failed."""
+    try:
+        call.result(0.0)
+    except TrinityError as error:
+        return error
+    return None
 
 
 def _generated(explorer: str, step: int, version: int, began: float, ended: float) -> Generated:

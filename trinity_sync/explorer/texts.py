@@ -243,6 +243,12 @@ class VLLMBase(TextEngine):
         self._log_probs_mode = "raw_logprobs" if self._temperature in (0.0, 1.0) else "processed_logprobs"
         self._target: WorkerTarget | None = None
 
+    def _drop_target(self) -> None:
+        """Disconnect the workers that an attempt before has used."""
+        if self._target is not None:
+            self._target.close()
+            self._target = None
+
     def _tensor_shapes(self) -> Shapes:
         """Return dtype and shape of the tensors of a version."""
         model = unfilled_model(

@@ -125,6 +125,7 @@ class VLLMEngine(texts.VLLMBase):
         """Return vLLM's workers, which receive versions themselves."""
         from trinity_sync.integrations.vllm.target import WorkerTarget
 
+        self._drop_target()
         self._control = AsyncControl(self._llm, self._loop, f"vLLM of {side.name}", side.timeout_s)
         self._target = WorkerTarget(
             self._control,

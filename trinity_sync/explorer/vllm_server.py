@@ -97,6 +97,7 @@ class VLLMServerEngine(VLLMBase):
 
     def target(self, mode: SyncMode, side: ExplorerSide, verify: str) -> WeightTarget:
         """Return the server's workers, where it has the plug-in; else files that the server reloads."""
+        self._drop_target()
         self._control = HttpControl(Server(self._url, side.timeout_s))
         if self._facts.backend != BACKEND:
             story.info("%s reloads versions from files", self._server.who)

@@ -11,8 +11,8 @@ import shutil
 import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -33,9 +33,10 @@ from trinity_sync.config.schema import CheckpointConfig
 from trinity_sync.errors import ConfigError, RunError, WaitLimit, WaitTimeout
 from trinity_sync.host import interrupts
 from trinity_sync.host.channel import SECRET_BYTES
-from trinity_sync.host.interrupts import REST_S, interrupted, left
+from trinity_sync.host.interrupts import REST_S, interrupted, left, shielded
 from trinity_sync.host.logs import story
 from trinity_sync.launch.cluster import Cluster
+from trinity_sync.launch.kept_explorers import KeptExplorers
 from trinity_sync.launch.row_scan import NOTHING, Scanned
 from trinity_sync.launch.start import Start
 from trinity_sync.protocol.parts import MANIFEST, VersionBytes
@@ -85,6 +86,7 @@ class Preparation:
     owner: Owner | None = None
     mirror: RunMirror | None = None
     store: RunMirror | None = None
+    kept: KeptExplorers | None = None  # None: explorers end with the attempt
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,6 +129,7 @@ class Actors:
         self._cluster = setup.cluster
         self._run_key = setup.run_key
         self._use_gpu = setup.use_gpu
+        self._kept = setup.kept if cfg.cluster.address is None else None
         self._worker = worker
         self._logs = str(folder.logs)
         self._relay: EventRelay | None = None
@@ -270,10 +273,22 @@ class Actors:
         if self._relay is not None:
             with contextlib.suppress(Exception):
                 self._relay.close()
-        if self.pool is not None:
-            with contextlib.suppress(Exception):
-                self.pool.close()
         close_agents({**self.agents, **self._bringing})
+
+    @contextmanager
+    def explorers_ended(self) -> Iterator[None]:
+        """End the explorers after the block, except those that the next attempt of the run gets."""
+        try:
+            yield
+        except Exception as error:
+            if self._kept is not None and self.pool is not None:
+                with contextlib.suppress(Exception):
+                    self._kept.keep(self.pool, error)
+            raise
+        finally:
+            if self.pool is not None:
+                with shielded(), contextlib.suppress(Exception):
+                    self.pool.close()
 
     # -- building
 
@@ -327,8 +342,9 @@ class Actors:
         from trinity_sync.trainer.steps import record_generated
 
         cfg = self._cfg
+        spec = explorer_spec(self._cfg, self.model_path, self._logs)
         return ExplorerPool(
-            explorer_spec(self._cfg, self.model_path, self._logs),
+            spec,
             replicas=cfg.explorer.replicas,
             synchronizer=self.synchronizer,
             num_gpus=1.0 if self._use_gpu else 0.0,
@@ -340,6 +356,7 @@ class Actors:
             on_fault=self._recorder.fault,
             on_generated=partial(record_generated, self._recorder),
             start_agent=self._bring_to,
+            kept=None if self._kept is None else self._kept.take(spec),
         )
 
     def _make_model(self) -> None:

@@ -19,6 +19,7 @@ from trinity_sync.host.interrupts import failing_of_it
 from trinity_sync.host.masking import without_hidden
 from trinity_sync.host.origin import origin
 from trinity_sync.launch import supervision
+from trinity_sync.launch.kept_explorers import KeptExplorers
 from trinity_sync.launch.own_ray import ray_kept
 from trinity_sync.launch.start import Resume, Start, checkpoint_folder, committed_steps
 from trinity_sync.launch.supervision import SupervisedDriver
@@ -61,6 +62,9 @@ class Healing:
         silent_s: time after which ranks give up one that does not answer (`backend.timeout_s`), seconds.
         clock: returns Unix seconds.
         driver: this process, where it is supervised.
+
+    Attributes:
+        kept: explorers that live on until the next attempt.
     """
 
     def __init__(
@@ -71,6 +75,7 @@ class Healing:
         clock: Callable[[], float] = time.time,
         driver: SupervisedDriver | None = None,
     ) -> None:
+        self.kept = KeptExplorers(lambda error: self.heals(error) and not _is_of_memory(error))
         self._most, self._window_s, self._silent_s, self._clock, self._driver = most, window_s, silent_s, clock, driver
         self._restarts: list[tuple[float, int]] = []  # when, and the step of the newest checkpoint then
         self._story: list[str] = []
@@ -247,7 +252,7 @@ def run(
     saving: Callable[[RunConfig], AbstractContextManager[None]] | None = saved
     try:
         resume = healing.after_deaths(config, run_dir, resume)
-        with ray_kept(after=healing.heals):
+        with ray_kept(after=healing.heals, spared=healing.kept.pids), contextlib.closing(healing.kept):
             while True:
                 try:
                     with failing_of_it():

@@ -32,6 +32,7 @@ from trinity_sync.host.threads import deaths_told
 from trinity_sync.launch.actors import Preparation, Setup
 from trinity_sync.launch.cluster import ClusterMetrics, cluster, has_gpus
 from trinity_sync.launch.job import Job
+from trinity_sync.launch.kept_explorers import KeptExplorers
 from trinity_sync.launch.machine import SOCKET_BYTES, check_room, socket_room
 from trinity_sync.launch.row_scan import Scanned, note, scanned_task
 from trinity_sync.launch.start import (
@@ -68,7 +69,11 @@ _TIDY_S = 1.0
 
 
 class Healer(Protocol):
-    """Decides whether another attempt follows one that has failed; `healing.Healing`."""
+    """Decides whether another attempt follows one that has failed; `healing.Healing`. `kept`: explorers that live on
+    until then.
+    """
+
+    kept: KeptExplorers
 
     def heals(self, error: BaseException | None) -> bool: ...
 
@@ -155,6 +160,7 @@ def run(
                     recorder=recorder,
                     last_step=last_step,
                     stop=stop,
+                    kept=None if healing is None else healing.kept,
                 )
                 with failing_of_it():
                     _run(job or Job, config, prepared, threads)
@@ -314,7 +320,7 @@ def _run(job_class: type[Job], config: RunConfig, prepared: Preparation, threads
             job = job_class(setup)
             peaks: dict[str, int] = {}
             # The record ends before Ray does: a hanging Ray can kill this process.
-            with recorder.ending(peaks):
+            with job.actors.explorers_ended(), recorder.ending(peaks):
                 started = False
                 try:
                     with failing_of_it():

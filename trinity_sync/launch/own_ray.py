@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -91,8 +91,10 @@ class OwnRay:
 
         return ray.is_initialized() and all(map(lives, self.base))
 
-    def clear(self) -> bool:
-        """End everything that a run has left in it; return whether nothing is left and Ray works."""
+    def clear(self, spared: Collection[int] = ()) -> bool:
+        """End everything that a run has left in it; return whether nothing is left and Ray works. `spared`: pids of
+        actors that live on, with their child processes.
+        """
         if not self.lives():
             return False
         import ray
@@ -101,9 +103,10 @@ class OwnRay:
         from ray._raylet import ActorID, PlacementGroupID
         from ray.util.placement_group import PlacementGroup, placement_group_table, remove_placement_group
 
-        job, workers = global_worker.current_job_id, self._workers()  # first: an ended actor hides its child processes
+        workers = self._workers(spared)  # first: an ended actor hides its child processes
+        job = global_worker.current_job_id
         for actor, said in state.actor_table(None, job).items():
-            if said["State"] != "DEAD":
+            if said["State"] != "DEAD" and said["Pid"] not in spared:
                 with contextlib.suppress(ray.exceptions.RayError, ValueError):
                     global_worker.core_worker.kill_actor(ActorID.from_hex(actor), True)
         for group, said in placement_group_table().items():
@@ -111,17 +114,22 @@ class OwnRay:
                 remove_placement_group(PlacementGroup(PlacementGroupID(bytes.fromhex(group))))
         kill_all(wait_for_ends(workers, _KILLED_S))
         deadline = time.monotonic() + _END_S
-        while left := self._workers():
+        while left := self._workers(spared):
             if wait_for_ends(left, _END_S) or time.monotonic() > deadline:
                 return False
-        while state.workers():  # until Ray has noticed: it would give work to an ended worker
+        while len(state.workers()) > len(spared):  # until Ray has noticed: it would give work to an ended worker
             if time.monotonic() > deadline:
                 return False
             time.sleep(_LOOK_S)
         return self.lives()
 
-    def _workers(self) -> list[psutil.Process]:
-        return [process for process in processes_of(self.folder) if process not in self.base and lives(process)]
+    def _workers(self, spared: Collection[int]) -> list[psutil.Process]:
+        stay = set(self.base)
+        for pid in spared:
+            with contextlib.suppress(psutil.Error):
+                parent = psutil.Process(pid)
+                stay |= {parent, *parent.children(recursive=True)}
+        return [process for process in processes_of(self.folder) if process not in stay and lives(process)]
 
 
 @contextlib.contextmanager
@@ -135,7 +143,7 @@ def own_ray(
     ray = (keeper.take(request, cpus) if keeper else None) or _start_own(request, cpus, options)
 
     def keep(error: Exception | None) -> None:
-        if keeper is not None and keeper.after(error) and _cleared(ray):
+        if keeper is not None and keeper.after(error) and _cleared(ray, keeper.spared()):
             keeper.ray = ray
 
     try:
@@ -152,17 +160,21 @@ def own_ray(
 
 
 @contextlib.contextmanager
-def ray_kept(after: Callable[[Exception | None], bool] = lambda error: error is None) -> Iterator[None]:
+def ray_kept(
+    after: Callable[[Exception | None], bool] = lambda error: error is None,
+    spared: Callable[[], Collection[int]] = tuple,
+) -> Iterator[None]:
     """Keep the local Ray after a run for the next run of this program: the next job of a sweep, or the next attempt.
     `after`: tells by the error of a run, None if it has succeeded, whether there is a next one; in an outer block, one
-    of both has to. SIGTERM interrupts, as in a run.
+    of both has to. `spared`: returns the pids of actors that live on, see `OwnRay.clear`. SIGTERM interrupts, as in a
+    run.
     """
     if _keepers:
         outer = _keepers[-1].after
-        with replaced(_keepers[-1], after=lambda error: outer(error) or after(error)):
+        with replaced(_keepers[-1], after=lambda error: outer(error) or after(error), spared=spared):
             yield
         return
-    keeper = _Keeper(after)
+    keeper = _Keeper(after, spared)
     with interruptible():
         _keepers.append(keeper)
         try:
@@ -177,6 +189,7 @@ class _Keeper:
     """Holds the kept Ray, if there is one."""
 
     after: Callable[[Exception | None], bool]
+    spared: Callable[[], Collection[int]]
     ray: OwnRay | None = field(default=None)
 
     def take(self, request: _RayRequest, cpus: int) -> OwnRay | None:
@@ -196,10 +209,10 @@ class _Keeper:
 _keepers: list[_Keeper] = []
 
 
-def _cleared(ray: OwnRay) -> bool:
+def _cleared(ray: OwnRay, spared: Collection[int]) -> bool:
     """Return whether nothing of a run is left in Ray. Errors are logged: the run itself has succeeded."""
     try:
-        if in_background(ray.clear, "clear").result(_CLEAR_S):
+        if in_background(partial(ray.clear, spared), "clear").result(_CLEAR_S):
             return True
         logger.info("Ray is not kept for the next run: processes of this one are left, or Ray has lost some")
     except TimeoutError:

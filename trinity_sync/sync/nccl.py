@@ -96,6 +96,7 @@ class NcclMode(SyncMode):
         return NcclPublisher(side, transport, self._delta, always=self._always)
 
     def transport(self, side: ExplorerSide) -> NcclTransport | DeltaTransport:
+        _connect.cache_clear()  # another attempt's store may have had the same port
         full = NcclTransport(side.name, side.layouts)
         if self._delta is None:
             return full
