@@ -31,6 +31,7 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.explorer.actor import explorer_spec
 from trinity_sync.launch.job import Job
 from trinity_sync.launch.row_scan import Scanned
+from trinity_sync.launch.sample_source import sample_journal
 from trinity_sync.launch.start import Start
 from trinity_sync.models.architecture import make_model
 from trinity_sync.protocol.parts import VersionBytes
@@ -214,12 +215,19 @@ def loop_of(cfg: Config, model: str, scanned: Scanned) -> Any:
     free = cfg.trainer.schedule == "free"
     explores = cfg.algorithm.kind != "sft"
     pool = SimpleNamespace(clients={"explorer-0": None}, work_limit=lambda more_s=0.0: more_s) if explores else None
-    folder = SimpleNamespace(metrics=Path("metrics.jsonl"))
-    job._setup = SimpleNamespace(  # type: ignore[assignment]
-        scanned=scanned, last_step=cfg.trainer.steps, stop=threading.Event(), folder=folder
-    )
+    folder = SimpleNamespace(metrics=Path("metrics.jsonl"), path=Path(model).parent)
     job._cfg = cfg
     job._recorder = SimpleNamespace(attempt=0, event=None, fault=None)  # type: ignore[assignment]
+    job._setup = SimpleNamespace(  # type: ignore[assignment]
+        cfg=cfg,
+        scanned=scanned,
+        last_step=cfg.trainer.steps,
+        stop=threading.Event(),
+        folder=folder,
+        recorder=job._recorder,
+        owner=SimpleNamespace(run="run"),
+        samples_digest="",
+    )
     job._start = Start(0, False, Path("checkpoints"), None)
     nothing = dict.fromkeys(("trainer", "synchronizer", "published_base"))
     job.actors = SimpleNamespace(  # type: ignore[assignment]
@@ -231,7 +239,8 @@ def loop_of(cfg: Config, model: str, scanned: Scanned) -> Any:
         free=free,
         model_path=model,
     )
-    return job._make_loop(None, None, None)  # type: ignore[arg-type]
+    journal = sample_journal(job._setup, explores=explores)
+    return [job._make_loop(None, None, None, None), journal]  # type: ignore[arg-type]
 
 
 def content(value: Any, above: tuple[int, ...] = ()) -> Any:
