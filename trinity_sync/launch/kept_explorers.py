@@ -1,5 +1,5 @@
-"""Explorers that live on when an attempt of a run fails, for its next attempt in this program (`healing`): to start an
-engine takes longest. Only where the run has a Ray of its own, which stays, too.
+"""Explorers that live on when an attempt of a run fails, for its next attempt in this program (`healing`): an engine
+may take longest to start. Only where the run has a Ray of its own, which stays, too.
 """
 
 from __future__ import annotations
