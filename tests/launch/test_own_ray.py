@@ -286,7 +286,7 @@ def test_one_is_clear_when_workers_have_ended_and_ray_has_noticed(
     monkeypatch.setattr(own_ray, "kill_all", lambda processes: None)
     monkeypatch.setattr(own_ray, "processes_of", lambda folder: [psutil.Process(one.pid) for one in stubborn])
     monkeypatch.setattr(own_ray, "_KILLED_S", 0.1)
-    monkeypatch.setattr(own_ray, "_END_S", 0.3)
+    monkeypatch.setattr(own_ray, "_END_S", 30.0 if cleared else 0.3)
     monkeypatch.setattr(own_ray.OwnRay, "lives", lambda self: True)
     assert own_ray.OwnRay(tmp_path, REQUEST, 1, frozenset(), lambda: None).clear() is cleared
     for one in stubborn:
