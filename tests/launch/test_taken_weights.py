@@ -28,6 +28,7 @@ def test_draft_heads_are_not_lost_when_the_engine_changes(tmp_path: Path) -> Non
         recorder=None,
         owner=None,
         mirror=None,
+        kept=None,
         cluster=None,
         run_key="run",
         use_gpu=False,
