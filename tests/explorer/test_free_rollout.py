@@ -6,6 +6,7 @@ The explorers are threads that do as they are told; real ones are asked in test_
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -402,6 +403,10 @@ def test_a_run_that_goes_on_trains_on_the_same_batches_and_makes_no_finished_gro
     train(rollout, members, 1)
     position = rollout.position()
     before = [list(batch) for batch in train(rollout, members, 2, 3)]
+    ends = time.monotonic() + LIMIT
+    while not rollout.metrics()["samples/ready"]:
+        assert time.monotonic() < ends
+        time.sleep(0.01)
     rollout.close()
     first.close()
     finished = {GroupId(*group) for group in rollout._queue._ready}
