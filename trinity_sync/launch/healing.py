@@ -111,6 +111,8 @@ class Healing:
         run_json = run_dir / "run.json"
         record, checkpoints = read_record(run_json), checkpoint_folder(config.settings, run_dir)
         began, said = record.get("resumed_from") or 0, record.get("error")
+        if began:  # the checkpoint that the user wanted to leave was left by an attempt before
+            resume = replace(resume, from_scratch=False, skip_unreadable=False)
         last = record.get("total_steps") or config.settings.trainer.steps
         self._restarts = [(at, step) for at, step in self._driver.before["restarts"]]
         self._story = [*self._driver.before["story"]]
