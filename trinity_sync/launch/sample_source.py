@@ -158,7 +158,7 @@ def _content(key: str, value: str) -> Iterator[str]:
 
 
 def _stamps(files: Iterable[Path]) -> Iterator[str]:
-    """Yield name, size and time of files, and of modules those beside them, which they may import."""
+    """Yield name, size and time of files. A module counts with the modules beside it, which it may import."""
     for file in files:
         beside = sorted(file.parent.glob("*.py")) if file.suffix == ".py" and file.is_file() else [file]
         for one in beside:

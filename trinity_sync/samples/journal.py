@@ -148,7 +148,7 @@ class Journal:
             place = self._write(b"made", head, columns) if held else None
             if place is not None:
                 self._note_made(_Made(place, digest, prompts, versions, frozenset(flat)))
-            elif held:  # what was made of them before is not what will be trained on
+            elif held:  # a run that goes on must not use their older samples
                 for one in prompts:
                     self._drop(one)
 
@@ -336,7 +336,7 @@ class Journal:
                 file.nbytes = record.start + record.nbytes
         except StopIteration:
             return False
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
             self._tell(f"{file.path} is damaged after {file.nbytes} bytes ({error}); what follows is generated again")
         return True
 
