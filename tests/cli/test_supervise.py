@@ -31,6 +31,7 @@ def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandI
     monkeypatch.setattr(supervisor, "become", become)
     monkeypatch.setattr(sys, "orig_argv", ["python", "-u", "launch.py", "--supervise", "seed=1"])
     monkeypatch.setattr(supervision, "_driver", None)
+    monkeypatch.setattr(supervision, "_has_run", False)
     with standing_in(StandIn(), tmp_path, monkeypatch) as stand_in:
         yield stand_in
 
@@ -117,8 +118,11 @@ def test_a_supervised_driver_runs_and_its_programs_are_not_supervised(notes: Not
     assert notes.read()[-1].get("arguments") == [str(call.run_dir)]
 
 
-def test_a_driver_that_resumes_after_another_goes_on_by_its_arguments(notes: Notes, launcher: StandIn) -> None:
+def test_a_driver_that_resumes_after_another_goes_on_by_its_arguments(
+    notes: Notes, launcher: StandIn, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert cli.main(["run", "hydra.run.dir=it"]) == 0
+    monkeypatch.setattr(supervision, "_has_run", False)  # that was another program
     notes.append(Note(run="it/run.json", arguments=["it", "--allow-target=mine"], most=3, restarts=[], story=[]))
     assert cli.main(["resume", "it", "--supervise"]) == 0
     assert launcher.calls[-1].resume is not None
@@ -126,6 +130,28 @@ def test_a_driver_that_resumes_after_another_goes_on_by_its_arguments(notes: Not
     assert driver is not None
     driver.begun(Path("it"), most=3, restarts=[], story=[])
     assert notes.read()[-1].get("arguments") == ["it", "--allow-target=mine"]
+
+
+@pytest.mark.parametrize("first", [["--supervise"], []], ids=["supervised", "alone"])
+def test_the_first_run_of_a_program_alone_is_supervised(
+    notes: Notes, launcher: StandIn, capsys: pytest.CaptureFixture[str], tmp_path: Path, first: list[str]
+) -> None:
+    """A supervisor of the second would start the program again, and with it the first."""
+    assert cli.main(["run", *first, "hydra.run.dir=it"]) == 0
+    capsys.readouterr()
+    assert cli.main(["run", "--supervise", "hydra.run.dir=another"]) == 2
+    assert "error: --supervise is for the first run of a program, and this is another" in capsys.readouterr().err
+    assert len(launcher.calls) == 1
+    assert not (tmp_path / "another").exists()
+
+
+def test_a_further_run_of_a_supervised_program_is_not_resumed(notes: Notes, launcher: StandIn) -> None:
+    for name in ("it", "another"):
+        assert cli.main(["run", f"hydra.run.dir={name}"]) == 0
+    driver = supervision.SupervisedDriver(notes, resumes=False)
+    for call in launcher.calls:
+        driver.begun(call.run_dir, most=3, restarts=[], story=[])
+    assert [note.get("over", False) for note in notes.read()] == [False, True]
 
 
 def test_a_fork_of_a_driver_does_not_say_that_the_run_is_over(notes: Notes) -> None:

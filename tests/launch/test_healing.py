@@ -320,14 +320,15 @@ def died(tmp_path: Path, notes: Notes) -> Iterator[Any]:
         error: str | None = None,
         restarts: Sequence[tuple[float, int]] = (),
         most: int = 3,
+        noted: int = 1,
     ) -> tuple[Healing, RunConfig]:
         attempt = {"attempt": 1, "status": "failed" if error else "running", "resumed_from": began, "error": error}
-        record = {**attempt, "total_steps": LAST, "attempts": [attempt]}
+        record = {**attempt, "host": "here", "total_steps": LAST, "attempts": [attempt]}
         (tmp_path / "run.json").write_text(json.dumps(record))
         (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": step, "attempt": 1}) + "\n")
         commit = CommitEvent(attempt=1, step=committed, kind="full", digest=None, bytes=1, total_s=1.0)
         (tmp_path / "events.jsonl").write_text(json.dumps(event_line(commit)) + "\n")
-        report = Note(run=str(tmp_path / "run.json"), arguments=["run"], most=most)
+        report = Note(run=str(tmp_path / "run.json"), attempt=noted, arguments=["run"], most=most)
         notes.append({**report, "restarts": [*restarts], "story": ["attempt 0: of before"] if restarts else []})
         for at in deaths:
             notes.append(Note(died=KILLED, time=at))
@@ -354,6 +355,19 @@ def test_a_driver_judges_the_death_of_the_one_before_as_any_death(
     record = record_of(tmp_path)
     assert [(one["status"], one["error"]) for one in (record, record["attempts"][0])] == [("failed", KILLED)] * 2
     assert lock_owner(tmp_path) is not None
+
+
+def test_an_attempt_of_another_command_is_left_alone(died: Any, tmp_path: Path) -> None:
+    judged, cfg = died(990.0, noted=0)
+    before = record_of(tmp_path)
+    with pytest.raises(ConfigError, match=r"has been resumed by another command .*: attempt 1 on here, running"):
+        judged.after_deaths(cfg, tmp_path, Resume())
+    assert record_of(tmp_path) == before
+
+
+def test_an_attempt_that_a_driver_began_before_it_could_note_it_is_its_own(died: Any, tmp_path: Path) -> None:
+    judged, cfg = died(990.0, 995.0, noted=0)
+    assert judged.after_deaths(cfg, tmp_path, Resume()) == Resume()
 
 
 def test_restarts_count_over_drivers_and_the_last_error_tells_each(died: Any, tmp_path: Path) -> None:
@@ -405,6 +419,7 @@ def test_a_driver_notes_what_the_next_one_needs(died: Any, notes: Notes, tmp_pat
     report = notes.read()[-1]
     assert report == {
         "run": str(tmp_path / "run.json"),
+        "attempt": 1,
         "arguments": ["run"],
         "most": 3,
         "restarts": [[1000.0, 4]],

@@ -34,6 +34,7 @@ class Note(TypedDict, total=False):
     """A line of the notes; by the driver, except for a death."""
 
     run: str  # path of run.json: an attempt has begun, with these further fields
+    attempt: int
     arguments: list[str]  # of the command that goes on
     most: int  # restarts in all
     restarts: list[tuple[float, int]]

@@ -103,13 +103,20 @@ class Healing:
 
     def after_deaths(self, config: RunConfig, run_dir: Path, resume: Resume | None) -> Resume | None:
         """Judge the deaths of drivers before this one, and return how it resumes. Their attempt is recorded as failed,
-        and the folder is left locked for the next one. Raises RunError: the run ends.
+        and the folder is left locked for the next one. Raises RunError: the run ends. Raises ConfigError: another
+        command has resumed the run since.
         """
         if self._driver is None or resume is None or not self._driver.deaths:
             return resume
         lock_run_folder(run_dir)
         run_json = run_dir / "run.json"
         record, checkpoints = read_record(run_json), checkpoint_folder(config.settings, run_dir)
+        own = self._driver.before["attempt"] + len(self._driver.deaths) - 1  # those that died later may have begun one
+        if record["attempt"] > own:
+            raise ConfigError(
+                f"{run_dir} has been resumed by another command since its driver died: attempt {record['attempt']} on "
+                f"{record.get('host')}, {record.get('status')}. This command leaves it alone"
+            )
         began, said = record.get("resumed_from") or 0, record.get("error")
         if began:  # the checkpoint that the user wanted to leave was left by an attempt before
             resume = replace(resume, from_scratch=False, skip_unreadable=False)
