@@ -63,6 +63,17 @@ def test_what_follows_a_commit_and_does_not_end_is_told(may_end: threading.Event
         commits.wait()
 
 
+def test_a_commit_that_comes_as_its_wait_ends_is_followed() -> None:
+    monitor = MagicMock()
+    late = WaitTimeout("step 1", "be committed", 0.3)
+    monitor.wait_committed.return_value.result.side_effect = [late, {"path": "here"}]
+    monitor.status.return_value.result.return_value = {"awaited": [], "committed": FULL}
+    commits, followed = Commits(monitor, 0, LIMIT), list[str | None]()
+    commits.follow(1, FULL, followed.append)
+    commits.wait()
+    assert followed == ["here"]
+
+
 def test_of_commits_that_fail_the_first_is_raised() -> None:
     monitor = MagicMock()
     monitor.wait_committed.side_effect = lambda step, *_, **__: (_ for _ in ()).throw(RunError(f"step {step}"))
@@ -102,7 +113,7 @@ def test_of_what_is_dropped_nothing_is_raised_also_when_it_fails_later(
 def test_a_commit_that_takes_long_though_all_is_written_is_told() -> None:
     monitor = MagicMock()
     monitor.wait_committed.side_effect = [WaitTimeout("step 1", "be committed", LIMIT), RunError("asked again")]
-    monitor.status.return_value.result.return_value = {"awaited": []}
+    monitor.status.return_value.result.return_value = {"awaited": [], "committed": None}
     commits = Commits(monitor, 0, LIMIT)
     commits.follow(1, FULL, lambda _: None)
     with pytest.raises(WaitTimeout, match="step 1"):

@@ -607,8 +607,10 @@ class Commits:
             try:
                 return self._wait_for(step, kind)
             except WaitTimeout:
-                awaited = self._monitor.status(step).result(self._timeout_s + ANSWER_S)["awaited"]
-                if not awaited or not all(map(is_beside, awaited)):
+                status = self._monitor.status(step).result(self._timeout_s + ANSWER_S)
+                if status["committed"] == kind:  # meanwhile
+                    return self._wait_for(step, kind)
+                if not status["awaited"] or not all(map(is_beside, status["awaited"])):
                     raise
 
     def _wait_for(self, step: int, kind: Kind) -> str | None:
