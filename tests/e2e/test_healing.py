@@ -30,7 +30,8 @@ def of_bytes(tmp_path_factory: pytest.TempPathFactory) -> Sequence[str]:
     """The settings of a run without an engine."""
     shapes = tmp_path_factory.mktemp("shapes") / "config.json"
     shapes.write_text(json.dumps(SMALL))
-    return ("workload=bytes", f"model.shapes={shapes}", "model.layers=2", "backend.ranks=2", *LENGTH)
+    of_model = ("workload=bytes", f"model.shapes={shapes}", "model.layers=2")
+    return (*of_model, "backend.ranks=2", "sync.encoding=delta", *LENGTH)
 
 
 @pytest.fixture(scope="module")
@@ -117,6 +118,7 @@ def assert_the_same_explorers(run: Run, names: Sequence[str]) -> None:
     pids = {one.name: one.pid for one in found}
     assert sorted(found) == sorted(Up(name, how, pids[name]) for name in names for how in ("is up", "lives on"))
     (heal,) = run.events("heal")
+    assert heal["kept"] == ", ".join(names)
     for load in run.events("load"):
         assert load["attempt"] == 0 or load["version"] >= heal["resumed_from"]
         assert load["digest"] == run.digests[load["version"]]

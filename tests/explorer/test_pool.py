@@ -86,6 +86,7 @@ class Pools:
         self._folder = folder
         self.faults: list[tuple[str, str]] = []
         self.generated: list[Generated] = []
+        self.lived_on: set[str] = set()
         self.made: list[ExplorerPool] = []
         self.agents_of: dict[ExplorerPool, list[str]] = {}  # nodes for which agents were started
 
@@ -126,6 +127,7 @@ class Pools:
             on_generated=self.generated.append,
             start_agent=start_agent,
             kept=kept,
+            on_kept=lambda name, lives: (self.lived_on.add if lives else self.lived_on.discard)(name),
         )
         self.made.append(pool)
         self.agents_of[pool] = nodes
@@ -157,6 +159,7 @@ def all_pools(synchronizer: Synchronizer, tmp_path_factory: pytest.TempPathFacto
 def pools(all_pools: Pools) -> Iterator[Pools]:
     all_pools.faults.clear()
     all_pools.generated.clear()
+    all_pools.lived_on.clear()
     before = len(all_pools.made)
     yield all_pools
     all_pools.end(before)
@@ -397,6 +400,7 @@ def test_explorers_live_on_in_the_next_attempt_and_hold_nothing_of_the_one_befor
     assert handed_over(second) == {}, "one that has not loaded a version since may be ill"
     with pytest.raises(RunError):
         results([client.generate(7, PROMPTS, 2) for client in second.clients.values()], LIMIT)
+    assert pools.lived_on == {"explorer-0", "explorer-1"}
     second.load(again := Version(1, 0), deliver)
     after = list(second.generate(7, PROMPTS, 2, deliver))
     assert [replace(item, version=FIRST) for item in after] == before
@@ -406,7 +410,9 @@ def test_explorers_live_on_in_the_next_attempt_and_hold_nothing_of_the_one_befor
     assert handed_over(second, but="explorer-1") == {"explorer-0": kept["explorer-0"]}
 
 
-@pytest.mark.parametrize("how", ["hangs", "rejoin", "attach", "load", "refuses"])
+@pytest.mark.parametrize(
+    "how", ["hangs", "load", *(pytest.param(one, marks=pytest.mark.all) for one in ("rejoin", "attach", "refuses"))]
+)
 def test_one_that_cannot_live_on_is_started_anew_and_costs_no_restart(
     pools: Pools, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
@@ -433,6 +439,7 @@ def test_one_that_cannot_live_on_is_started_anew_and_costs_no_restart(
     assert alive["explorer-1"] == kept["explorer-1"]
     assert alive["explorer-0"].pid != kept["explorer-0"].pid
     assert [where for where, _ in pools.faults] == (["explorer-0"] if how == "load" else [])
+    assert pools.lived_on == {"explorer-1"}
 
 
 def test_one_that_lives_on_joins_a_free_run_by_itself(pools: Pools) -> None:
@@ -450,7 +457,9 @@ def test_one_that_lives_on_joins_a_free_run_by_itself(pools: Pools) -> None:
     assert (list(produced.batch), produced.load is not None) == (made[0], True)
     with pytest.raises(MemberDied) as death:
         second.produce("explorer-1", work, 1)
+    assert pools.lived_on == {"explorer-0", "explorer-1"}
     assert second.replace("explorer-1", death.value), "its first load has not succeeded"
+    assert pools.lived_on == {"explorer-0"}
     assert list(second.produce("explorer-1", work, 1).batch) == made[1]
     assert not second.replace("explorer-0", death.value)
 

@@ -92,11 +92,11 @@ def test_the_page_tells_each_healing_of_a_run(tmp_path: Path) -> None:
     synthetic.hydra(tmp_path, ["sync=memory"])
     with synthetic.recording(tmp_path, clock) as recorder:
         synthetic.steps(recorder, clock, 1, 5)
-        fields = {"died": "trainer rank 1 died", "resumed_from": 4, "lost": 3, "total_s": 9.5}
+        fields = {"died": "trainer rank 1 died", "resumed_from": 4, "lost": 3, "total_s": 9.5, "kept": "explorer-0"}
         recorder.event(synthetic.event("heal", **fields))
     text = Page(write_report(tmp_path)).text
     assert "Steps done again" in text
-    assert "trainer rank 1 died step 4 3 9.5 s" in " ".join(text.split())
+    assert "trainer rank 1 died explorer-0 step 4 3 9.5 s" in " ".join(text.split())
 
 
 def test_the_page_needs_nothing_from_elsewhere(finished: Path) -> None:

@@ -43,7 +43,13 @@ EXAMPLES: dict[str, dict[str, Any]] = {
     "prune": {"step": 1, "reason": "keep_last", "freed_bytes": 5},
     "mirror": {"step": 1, "url": "s3://bucket/run", "state": "copied", "bytes": 5, "total_s": 0.5},
     "fault": {"where": "explorer-0", "error": "died"},
-    "heal": {"died": "trainer rank 1 died", "resumed_from": 4, "lost": 3, "total_s": 9.5},
+    "heal": {
+        "died": "trainer rank 1 died",
+        "resumed_from": 4,
+        "lost": 3,
+        "total_s": 9.5,
+        "kept": "explorer-0, explorer-1",
+    },
 }
 
 
@@ -320,6 +326,9 @@ def test_the_first_step_after_a_death_tells_how_long_it_took(tmp_path: Path) -> 
         pass
     with synthetic.recording(tmp_path, clock, resumed_from=4, healed=healed) as recorder:
         recorder.metrics(4, {"val/reward/mean": 0.5})  # the validation before the first step
+        for name in ("explorer-1", "explorer-0", "explorer-2"):
+            recorder.lives_on(name, True)
+        recorder.lives_on("explorer-2", False)
         clock.pass_(9.5)
         recorder.metrics(5)
         recorder.metrics(6)

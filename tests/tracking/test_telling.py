@@ -67,6 +67,11 @@ LINES: list[tuple[str, dict[str, Any], str]] = [
         {"died": "trainer rank 1 died", "resumed_from": 4, "lost": 3, "total_s": 9.5},
         "went on after step 4, 3 steps done again, 9.5 s to the next step: trainer rank 1 died",
     ),
+    (
+        "heal",
+        {"died": "the agent died", "resumed_from": 4, "lost": 0, "total_s": 9.5, "kept": "explorer-0, explorer-1"},
+        "went on after step 4, 0 steps done again, 9.5 s to the next step, 2 explorers lived on: the agent died",
+    ),
     ("all_rejected", {"step": 12}, "step 12: nothing trained: rollout_rs rejected all of its tokens"),
     (
         "commit",

@@ -69,6 +69,7 @@ class ExplorerPool:
         start_agent: starts the agent of a node that has explorers only, where the sync mode needs one.
         kept: explorers that the pool of the attempt before has handed over, with the same spec. One that does not join,
             or does not load its first version, is started anew, which does not count as a restart.
+        on_kept: called with each of these that has joined, and True; with an explorer that ends, and False.
     """
 
     def __init__(
@@ -85,6 +86,7 @@ class ExplorerPool:
         on_generated: Callable[[Generated], None],
         start_agent: Callable[[str], AgentClient | None] = lambda node: None,
         kept: Mapping[str, Alive] | None = None,
+        on_kept: Callable[[str, bool], None] = lambda name, lives: None,
     ) -> None:
         self.spec = spec
         self._synchronizer = synchronizer
@@ -96,6 +98,7 @@ class ExplorerPool:
         self._on_fault = on_fault
         self._on_generated = on_generated
         self._start_agent = start_agent
+        self._on_kept = on_kept
         self._agents: dict[str, AgentClient] = {}
         self._base: str | None = None
         self._version_bytes = 0
@@ -133,7 +136,9 @@ class ExplorerPool:
         answered = ended(joining.values(), left(_REJOIN_S, REST_S))
         for name, call in joining.items():
             error = _error_of(call) if call in answered else WaitTimeout(name, call.what, _REJOIN_S)
-            if error is not None:
+            if error is None:
+                self._on_kept(name, True)
+            else:
                 self._starting[name] = self._start_anew(name, error)
 
     def _start_anew(self, name: str, why: Exception) -> Call[str]:
@@ -359,6 +364,7 @@ class ExplorerPool:
         self._end_leases(name)
 
     def _end_leases(self, name: str) -> None:
+        self._on_kept(name, False)
         self._processes.pop(name, None)
         self._synchronizer.drop_reader(self._members[name]).result(self._synchronizer.timeout_s)
 

@@ -357,6 +357,7 @@ class Actors:
             on_generated=partial(record_generated, self._recorder),
             start_agent=self._bring_to,
             kept=None if self._kept is None else self._kept.take(spec),
+            on_kept=self._recorder.lives_on,
         )
 
     def _make_model(self) -> None:

@@ -202,13 +202,15 @@ class FaultEvent(Event):
 @dataclass(frozen=True, kw_only=True)
 class HealEvent(Event):
     """A run that lost a process has done its next step by itself: what `died`, the step it went back to, how many steps
-    were `lost` (and done again), and the time from the first death to the end of the next step.
+    were `lost` (and done again), and the time from the first death to the end of the next step. `kept`: names of the
+    explorers that lived on.
     """
 
     died: str
     resumed_from: int
     lost: int
     total_s: float | None
+    kept: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -88,6 +88,7 @@ class Recorder:
         self._events = json_lines.JsonlWriter(folder.events)
         self._samples = json_lines.JsonlWriter(folder.samples)
         self._goes_on, self._healed = goes_on, healed
+        self._lives_on: set[str] = set()
         self._failed_at: float | None = None
         self._lock = threading.Lock()
         self._finished = False
@@ -203,7 +204,8 @@ class Recorder:
         healed = self._healed
         if healed is not None and step > healed.resumed_from:
             self._healed = None
-            self.event(replace(healed, total_s=self._clock() - (healed.time or 0.0)))
+            kept = ", ".join(sorted(self._lives_on)) or None
+            self.event(replace(healed, total_s=self._clock() - (healed.time or 0.0), kept=kept))
 
     def samples(self, step: int, lines: Sequence[Mapping[str, object]]) -> None:
         """Record the lines of a step in samples.jsonl; if the disk refuses them, the run goes on."""
@@ -229,6 +231,10 @@ class Recorder:
         found = None if isinstance(error, str) else origin(error)
         trace = None if found is None else without_hidden(found.traceback)
         self.event(FaultEvent(where=where, error=without_hidden(text), traceback=trace))
+
+    def lives_on(self, explorer: str, lives: bool) -> None:
+        """Note whether an explorer is one of the attempt before, for the `heal` event. Any thread."""
+        (self._lives_on.add if lives else self._lives_on.discard)(explorer)
 
     def failing(self) -> None:
         """Note the time of a failure that ends the attempt: to end it in order takes a while."""

@@ -269,9 +269,10 @@ def event_text(event: events.Event) -> str:
 
 def healed_text(event: events.HealEvent) -> str:
     """Describe how a run went on by itself."""
+    kept = f", {units.plural(event.kept.count(',') + 1, 'explorer')} lived on" if event.kept else ""
     return (
         f"went on after step {event.resumed_from}, {units.plural(event.lost, 'step')} done again, "
-        f"{units.seconds(event.total_s)} to the next step"
+        f"{units.seconds(event.total_s)} to the next step{kept}"
     )
 
 
