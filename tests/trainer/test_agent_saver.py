@@ -28,6 +28,7 @@ from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import FULL
 from trinity_sync.sync import Synchronizer, SynchronizerConfig
 from trinity_sync.sync.node_agent import AgentConfig, NodeAgent
+from trinity_sync.trainer import member
 from trinity_sync.trainer.member import AgentSaver
 
 LIMIT = 60.0
@@ -212,6 +213,21 @@ def test_a_state_that_cannot_be_had_fails_its_step_and_not_the_run(
     saver.save(step + 1, saves.begin(step + 1))
     assert saves.committed(step + 1)["weight"].eq(0).all()
     saver.finish()
+
+
+def test_the_memory_of_the_first_save_is_page_locked_before_it(
+    saves: Saves, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Training would stand still for it, for seconds."""
+    threads: list[threading.Thread] = []
+    monkeypatch.setattr(member, "pin_segment", lambda segment: threads.append(threading.current_thread()))
+    saver = saves.saver(PretendBackend())
+    saver.prepare()
+    saver.save(step, saves.begin(step))
+    assert saves.committed(step)["weight"].eq(0).all()
+    saver.finish()
+    assert len(threads) == 1
+    assert threads[0] is not threading.current_thread()
 
 
 def test_a_segment_for_which_there_was_no_room_is_asked_for_again(saves: Saves, step: int) -> None:

@@ -75,6 +75,16 @@ class Rank:
         return torch.frombuffer(self.segment, dtype=torch.float32)[:NUMEL]
 
 
+def test_a_lazy_copy_waits_for_what_the_training_thread_has_enqueued(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The point of its stream; the copying thread has a stream of its own."""
+    rank, asked, given = Rank(monkeypatch), [], []
+    monkeypatch.setattr(stager_module, "enqueued", lambda: asked.append(threading.current_thread()) or "the point")
+    monkeypatch.setattr(stager_module, "stage", lambda layout, sources, segment, after: given.append(after))
+    rank.stager.stage(VERSION, 0, lazily=True)
+    rank.staged()
+    assert (asked, given) == ([threading.current_thread()], ["the point"])
+
+
 def test_a_lazy_copy_holds_the_optimizers_step_and_says_for_how_long(monkeypatch: pytest.MonkeyPatch) -> None:
     rank = Rank(monkeypatch)
     rank.engine.train(1)

@@ -5,6 +5,7 @@ Collective methods say so: they are called on all ranks, in the same order.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import sys
@@ -12,6 +13,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future, wait
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -35,6 +37,7 @@ from trinity_sync.errors import TrinityError, WaitTimeout, grown
 from trinity_sync.host.hardware import peak_memory
 from trinity_sync.host.logs import log_failure, story
 from trinity_sync.host.origin import error_text
+from trinity_sync.host.threads import in_background
 from trinity_sync.protocol.parts import FileTuple, part_name
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync.base import SyncMode
@@ -44,7 +47,7 @@ from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.shard_file import Extent
 from trinity_sync.weights.slots import map_segment
 from trinity_sync.weights.snapshot import Snapshot, StatePlan, plan
-from trinity_sync.weights.staging import Copying, Sources, pin_segment, stage, unpin_segment
+from trinity_sync.weights.staging import Copying, Sources, enqueued, pin_segment, stage, unpin_segment
 
 
 class Member:
@@ -214,10 +217,16 @@ class WeightStager:
             blocked = time.perf_counter() - started
             self._agent.part_staged(version, slot, self._part, blocked)
             return blocked
-        self._copied.clear()
+        after = enqueued()
         blocked = time.perf_counter() - started
-        arguments = (version, slot, sources, blocked)
-        threading.Thread(target=self._copy, args=arguments, name=f"stage-{version.step}", daemon=True).start()
+        arguments = (version, slot, sources, after, blocked)
+        copying = threading.Thread(target=self._copy, args=arguments, name=f"stage-{version.step}", daemon=True)
+        self._copied.clear()
+        try:
+            copying.start()
+        except RuntimeError:  # the limit of threads is reached
+            self._copied.set()
+            raise
         return blocked
 
     def wait_copied(self) -> None:
@@ -229,11 +238,13 @@ class WeightStager:
         if not self._copied.wait(self._timeout_s):
             raise WaitTimeout("the snapshot", f"copy the weights of {self._part}", self._timeout_s)
 
-    def _copy(self, version: Version, slot: int, sources: Sources, blocked: float) -> None:
+    def _copy(
+        self, version: Version, slot: int, sources: Sources, after: torch.cuda.Event | None, blocked: float
+    ) -> None:
         error = None
         try:
             with torch.no_grad():
-                stage(self._layout, sources, self._segments[slot])
+                stage(self._layout, sources, self._segments[slot], after)
         except Exception as problem:
             log_failure(f"staging version {version}", problem)
             error = error_text(problem)
@@ -385,11 +396,24 @@ class AgentSaver(Saver[Backend]):
         self._reserving: Call[tuple[str, list[str]]] | None = None
         self._written: Call[None] | None = None
         self._segment: mmap.mmap | None = None
+        self._mapping: Future[None] | None = None
 
     def prepare(self) -> None:
-        """Let the agent make the segment before the first save. The optimizer has to have its states."""
+        """Let the agent make the segment before the first save, and map and page-lock it in the background. The
+        optimizer has to have its states.
+        """
         if self._reserved < 0:
-            self._reserve(plan(self._backend.state(self._format)))
+            nbytes = plan(self._backend.state(self._format)).nbytes
+            self._reserve(nbytes)
+            device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
+
+            def map_state() -> None:
+                if device is not None:
+                    torch.cuda.set_device(device)  # of this thread
+                self._map(nbytes)
+
+            with contextlib.suppress(RuntimeError):  # the limit of threads is reached: the first save maps it
+                self._mapping = in_background(map_state, "map-state")
 
     def finish(self) -> None:
         super().finish()
@@ -443,18 +467,30 @@ class AgentSaver(Saver[Backend]):
         self._agent.take_state(state).result(self._timeout_s + ANSWER_S)
         self._written = self._ask_written(hurry=False)
 
-    def _reserve(self, planned: StatePlan) -> None:
-        self._reserved = planned.nbytes
-        self._reserving = self._agent.reserve_state(self._part, planned.nbytes)
+    def _reserve(self, nbytes: int) -> None:
+        self._reserved = nbytes
+        self._reserving = self._agent.reserve_state(self._part, nbytes)
 
     def _segment_for(self, planned: StatePlan) -> mmap.mmap:
-        if self._segment is not None and len(self._segment) >= planned.nbytes:
-            return self._segment
+        if self._mapping is not None:
+            limit = self._timeout_s + ANSWER_S
+            if not wait([self._mapping], limit).done:
+                raise WaitTimeout("the node agent", "make room for the training state", limit)
+            error, self._mapping = self._mapping.exception(), None
+            if isinstance(error, WaitTimeout):
+                raise error
+        self._map(planned.nbytes)
+        assert self._segment is not None, "_map() made it"
+        return self._segment
+
+    def _map(self, nbytes: int) -> None:
+        if self._segment is not None and len(self._segment) >= nbytes:
+            return
         if self._segment is not None:
             unpin_segment(self._segment)
             self._segment = None
-        if self._reserved < planned.nbytes:
-            self._reserve(planned)
+        if self._reserved < nbytes:
+            self._reserve(nbytes)
         assert self._reserving is not None, "_reserve() asked"
         try:
             path, notes = self._reserving.result(self._timeout_s)
@@ -463,9 +499,9 @@ class AgentSaver(Saver[Backend]):
             raise
         for note in notes:
             print(note, file=sys.stderr)
-        self._segment = map_segment(Path(path), planned.nbytes, writable=True)
+        # to page-lock the pages brings them in place, without the interpreter's lock
+        self._segment = map_segment(Path(path), nbytes, writable=True, populate=not torch.cuda.is_available())
         pin_segment(self._segment)
-        return self._segment
 
 
 _ACTOR = "actor"

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import TypeAlias
 
 import numpy as np
@@ -41,13 +41,28 @@ class StageError(RunError):
     """A source is missing or does not match the layout."""
 
 
-def stage(layout: PartLayout, sources: Sources, segment: Segment) -> None:
+@cache
+def side_stream(device: torch.device, what: str) -> torch.cuda.Stream:
+    """Return this process's stream for a kind of copies from a device. One, as torch's allocator keeps blocks for each
+    stream.
+    """
+    return torch.cuda.Stream(device)
+
+
+def enqueued() -> torch.cuda.Event | None:
+    """Return the point that the current stream of this thread has come to; None: this process has used no GPU."""
+    return torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
+
+
+def stage(layout: PartLayout, sources: Sources, segment: Segment, after: torch.cuda.Event | None = None) -> None:
     """Copy each shard's source into the segment, cast to the shard's dtype. All is copied when this returns.
 
     CUDA sources are cast on their device in bounded chunks and copied on a side stream, which waits for earlier work of
     the current stream; copies overlap with casts if the segment is page-locked (`pin_segment`).
 
     Args:
+        after: of `enqueued` on the thread that trains, where this is another one: the copy waits for that work, and for
+            none that comes later.
         sources: by tensor name, on any device, of any shape and strides; a source's elements in its own order are the
             shard's local elements. Tensors outside of the layout are ignored.
         segment: writable, at least ``layout.nbytes``.
@@ -64,13 +79,13 @@ def stage(layout: PartLayout, sources: Sources, segment: Segment) -> None:
     places: list[torch.Tensor] = []
     tensors: list[torch.Tensor] = []
     pending = 0
-    streams: dict[torch.device, torch.cuda.Stream] = {}
+    streams: set[torch.cuda.Stream] = set()
     try:
         with torch.no_grad():
             for source, dtype, start in _runs(layout, sources):
                 first = start // itemsize(dtype)
                 if source.is_cuda:
-                    _stage_cuda(source, typed[dtype][first : first + source.numel()], streams)
+                    _stage_cuda(source, typed[dtype][first : first + source.numel()], streams, after)
                     continue
                 source = computed(source)
                 places.append(typed[dtype].as_strided(source.shape, _strides(source.shape), first))
@@ -82,7 +97,7 @@ def stage(layout: PartLayout, sources: Sources, segment: Segment) -> None:
             if tensors:  # in one call: for many small tensors the cost per call dominates
                 torch._foreach_copy_(places, tensors)
     finally:  # also after an error: the caller may reuse the slot
-        for stream in streams.values():
+        for stream in streams:
             stream.synchronize()
 
 
@@ -144,14 +159,18 @@ def _runs(layout: PartLayout, sources: Sources) -> Iterator[tuple[torch.Tensor |
 
 
 def _stage_cuda(
-    source: torch.Tensor | Computed, place: torch.Tensor, streams: dict[torch.device, torch.cuda.Stream]
+    source: torch.Tensor | Computed,
+    place: torch.Tensor,
+    streams: set[torch.cuda.Stream],
+    after: torch.cuda.Event | None,
 ) -> None:
     """Enqueue one source's cast and copy on its device's side stream, which the caller waits for."""
-    if source.device not in streams:
-        streams[source.device] = torch.cuda.Stream(source.device)
-        streams[source.device].wait_stream(torch.cuda.current_stream(source.device))
+    stream = side_stream(source.device, "weights")
+    if stream not in streams:
+        streams.add(stream)
+        stream.wait_event(after or torch.cuda.current_stream(source.device).record_event())
     # Temporaries and computed sources come from the side stream's pool, which reuses them in stream order.
-    with torch.cuda.stream(streams[source.device]):
+    with torch.cuda.stream(stream):
         done = 0
         for chunk in _chunks(computed(source), _CHUNK_BYTES // place.element_size()):
             flat = chunk.to(place.dtype).reshape(-1)
@@ -253,7 +272,7 @@ class Copying:
     ) -> None:
         self._what = what
         self._pairs = pairs
-        self._streams = {device: torch.cuda.Stream(device) for device in devices if device.type == "cuda"}
+        self._streams = {device: side_stream(device, "state") for device in devices if device.type == "cuda"}
         for device, stream in self._streams.items():
             stream.wait_stream(torch.cuda.current_stream(device))
         self._copied = threading.Event()
