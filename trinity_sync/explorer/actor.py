@@ -74,6 +74,7 @@ class Explorer:
 
             use_deterministic_kernels()
         self._engine: RolloutEngine = build("explorer", self._spec.engine, RolloutEngine)  # type: ignore[type-abstract]
+        self._base = self._engine.base_digest(dtype_name(str(self._spec.sync["wire_dtype"])))
         story.info("up: %s of %s", type(self._engine).__name__, self._spec.engine["model_path"])
         return str(ray.get_runtime_context().get_node_id())
 
@@ -107,7 +108,6 @@ class Explorer:
         )
         target = self._engine.target(mode, side, spec.verify)
         self._loader = WeightLoader(spec.member, target, self._synchronizer)
-        self._base = self._engine.base_digest(dtype_name(str(spec.sync["wire_dtype"])))
         closes = type(self._engine).close is not RolloutEngine.close
         return {"pid": os.getpid(), "node": node, "base": self._base, "closes": closes}
 
