@@ -93,7 +93,7 @@ def test_a_resume_from_an_older_step_begins_with_a_full_version(tmp_path: Path) 
 
 
 def test_every_version_of_a_run_is_written_again_as_it_was(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Also those of an attempt that a resume went behind, and those after a lost delta."""
+    """Also those of an attempt that a resume went behind, and those after a lost delta. Samples name them."""
 
     def written(version: str) -> str | None:
         code = cli.main(["weights", str(run.folder), version, "-o", str(tmp_path / version), "--json"])
@@ -103,7 +103,8 @@ def test_every_version_of_a_run_is_written_again_as_it_was(tmp_path: Path, capsy
 
     keep = ("retention=[keep_last,keep_versions]", "retention.policies.keep_versions.base_every=4")
     run = launch(
-        tmp_path / "run", "sync=checkpoint", *DELTA, *keep, "trainer.steps=7", "retention.policies.keep_last.n=9"
+        *(tmp_path / "run", "sync=checkpoint", *DELTA, *keep, "trainer.steps=7", "retention.policies.keep_last.n=9"),
+        "samples.record_interval=1",
     )
     assert_followed_by_deltas(run)
     first = run.digests
@@ -115,6 +116,10 @@ def test_every_version_of_a_run_is_written_again_as_it_was(tmp_path: Path, capsy
     assert sorted(second) == [2, 3, 4, 5, 6, 7]
     assert {step: written(f"0-{step}") for step in first} == first
     assert {step: written(f"1-{step}") for step in second} == second
+    published = {(0, step): digest for step, digest in first.items()} | {(1, step): second[step] for step in second}
+    named = {(line["attempt"], line["version"]) for line in again.lines("samples.jsonl")}
+    assert {attempt for attempt, _ in named} == {0, 1}
+    assert all(written(f"{attempt}-{step}") == published[attempt, step] for attempt, step in named)
     deltas = run.folder / "checkpoints" / ".deltas"
     assert {path.parent.name for path in deltas.glob("*/global_step_*")} == {"0-0", "0-4", "1-2", "1-6"}
     for path in deltas.glob("1-4/*-from-1-3.delta"):

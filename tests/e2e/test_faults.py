@@ -196,8 +196,11 @@ def test_an_explorer_that_dies_ends_the_run_and_says_how_to_have_it_restarted(fo
 
 
 @pytest.mark.all
-def test_a_restarted_explorer_changes_nothing_in_the_run(folder: Path) -> None:
-    settings = ("trainer.steps=40", "checkpoint.interval=0", "explorer.max_restarts=1")
+@pytest.mark.parametrize("mode", ["memory", "checkpoint"])
+@pytest.mark.parametrize("encoding", ["full", "delta"])
+def test_a_restarted_explorer_changes_nothing_in_the_run(folder: Path, mode: str, encoding: str) -> None:
+    sync = (f"sync={mode}", f"sync.encoding={encoding}", "trainer.lr=1e-5")
+    settings = ("trainer.steps=40", "checkpoint.interval=0", "explorer.max_restarts=1", *sync)
     undisturbed = launch(folder.with_name("undisturbed"), *settings)
     started = start(folder, *settings)
     kill_at(started, "step 8/40", lambda run: run.pid_of("explorer-0"))

@@ -40,9 +40,10 @@ SETTINGS = (
 )
 ROOMY = "cluster.num_cpus=8"
 """As many as any of the runs needs, so that the next one takes the Ray of the one before."""
+DELTA = ("sync.encoding=delta", "trainer.lr=1e-5")
 BEGUN = {
-    "adapter": lora.SHORT,
-    "free": (*free.FREE, "backend=fsdp", "sync=memory", "trainer.steps=12", "checkpoint.interval=5"),
+    "adapter": (*lora.SHORT, *DELTA),
+    "free": (*free.FREE, "backend=fsdp", "sync=memory", "trainer.steps=12", "checkpoint.interval=5", *DELTA),
     "refused": (*agreement.SHARP, *agreement.LOST_ROPE),
     "interrupted": faults.LONG_ENOUGH,
 }
@@ -157,6 +158,14 @@ def test_a_free_run_trains_within_the_bound_and_never_on_a_wrong_label(runs: dic
     # What was copied for the explorers while the ranks trained on is what was saved.
     exported = export_checkpoint(run.folder / "checkpoints" / "global_step_10", tmp_path / "exported-10")
     assert exported.digest == exported.checked == run.digests[10]
+
+
+@pytest.mark.parametrize("name", ["adapter", "free"])
+def test_versions_travel_as_deltas(runs: dict[str, Run], name: str) -> None:
+    """Through the checkpoint folder, and out of memory. The killed run takes them with `sync=nccl`."""
+    first, *others = runs[name].events("publish")
+    assert [first["encoding"], *{event["encoding"] for event in others}] == ["full", "delta"]
+    assert any("apply_s" in load for load in runs[name].events("load"))
 
 
 def test_another_function_at_the_explorers_is_refused_with_both_figures(runs: dict[str, Run]) -> None:

@@ -56,6 +56,7 @@ class Setup:
         saves_at_sigterm: `checkpoint.save_on_sigterm`.
         nohup: the run is started with SIGHUP ignored.
         served: the explorer uses the vLLM server of the campaign.
+        encoding: `sync.encoding`.
     """
 
     backend: str
@@ -74,6 +75,7 @@ class Setup:
     saves_at_sigterm: bool
     nohup: bool
     served: bool
+    encoding: str
 
     @property
     def name(self) -> str:
@@ -98,6 +100,7 @@ class Setup:
             f"backend={self.backend}",
             f"backend.ranks={self.ranks}",
             f"sync={self.sync}",
+            f"sync.encoding={self.encoding}",
             f"trainer.schedule={self.schedule}",
             f"checkpoint.snapshot={self.snapshot}",
             f"retention=[{self.retention}]",
@@ -207,7 +210,7 @@ def draw_plan(seed: int, chain: int, *, mounts: bool = True, serves: bool = True
     setup = _draw_setup(rng, *order[chain % len(order)])
     setup = replace(setup, small_disk=setup.small_disk and mounts)
     if serves and chain % _SERVED == _SERVED // 2:
-        setup = replace(setup, served=True, sync="memory" if setup.sync == "nccl" else setup.sync)
+        setup = replace(setup, served=True, encoding="auto", sync="memory" if setup.sync == "nccl" else setup.sync)
     lives = [_draw_life(rng, setup, number) for number in range(rng.randint(3, 5))]
     if rng.random() < 0.15:
         lives[-1] = replace(lives[-1], damage=Damage(rng.choice(DAMAGES), "every", rng.random()))
@@ -233,6 +236,7 @@ def _draw_setup(rng: random.Random, backend: str, sync: str, schedule: str) -> S
         saves_at_sigterm=rng.random() < 0.5,
         nohup=rng.random() < 0.2,
         served=False,
+        encoding=rng.choice(("auto", "delta")),
     )
 
 

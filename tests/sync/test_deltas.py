@@ -24,6 +24,7 @@ from tests.weights.helpers import reference_digest
 from trinity_sync.actors.agent_client import AgentClient, SharedDelta
 from trinity_sync.actors.synchronizer_client import Sealed
 from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.host.hardware import peak_rss
 from trinity_sync.protocol.parts import version_folder
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync import Synchronizer
@@ -46,7 +47,12 @@ def also(*values: Any) -> list[Any]:
 
 
 Weights = dict[str, torch.Tensor]
-SHAPES = {"embed.weight": (300, 64), "layers.0.mlp.weight": (64, 100), "layers.0.norm.weight": (64,), "scale": ()}
+SHAPES: dict[str, tuple[int, ...]] = {
+    "embed.weight": (300, 64),
+    "layers.0.mlp.weight": (64, 100),
+    "layers.0.norm.weight": (64,),
+    "scale": (),
+}
 FULL_EVERY = 6
 
 
@@ -56,13 +62,20 @@ class Run:
     nodes: dict[str, str]
 
     def __init__(
-        self, trainer: PretendTrainer, root: Path, codec: str = "auto", encoding: str = "delta", **sides: Any
+        self,
+        trainer: PretendTrainer,
+        root: Path,
+        codec: str = "auto",
+        encoding: str = "delta",
+        full_every: int = FULL_EVERY,
+        shapes: dict[str, tuple[int, ...]] = SHAPES,
+        **sides: Any,
     ) -> None:
         self.trainer, self.root, self.deltas = trainer, root, root / ".deltas"
-        self.weights = random_weights(1, SHAPES)
+        self.weights = random_weights(1, shapes)
         self.published: list[Version] = []
         self.sent: list[Published] = []
-        keys = SimpleNamespace(full_every=FULL_EVERY, codec=codec)
+        keys = SimpleNamespace(full_every=full_every, codec=codec)
         self._sides = sides
         self._mode = self.make_mode(encoding, keys)
         self.restart()
@@ -605,6 +618,61 @@ def test_nothing_travels_of_a_version_that_is_held(trainer: PretendTrainer, tmp_
     assert (report.bytes_moved, report.fault) == (0, None)
     here["embed.weight"][3] += 1
     assert "was read once more: " in assert_holds(loader, here, run).fault
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("full_every", [FULL_EVERY, 128])
+@pytest.mark.parametrize("kind", [Run, MemoryRun], ids=["files", "memory"])
+def test_an_explorer_that_missed_a_hundred_versions_holds_the_newest(
+    trainer: PretendTrainer, tmp_path: Path, kind: type[Run], full_every: int
+) -> None:
+    run = kind(trainer, tmp_path, full_every=full_every)
+    loader, here = run.explorer()
+    run.publish()
+    loader.load(None)
+    run.publish(100, share=0.0005)
+    assert assert_holds(loader, here, run).fault is None
+    run.publish()
+    report = assert_holds(loader, here, run)
+    assert report.fault is None
+    assert report.bytes_moved < run.full_bytes / 2, "the next version is a delta again"
+
+
+def resident() -> int:
+    """The private bytes of this process that are in memory now."""
+    rows = dict(line.split(":") for line in Path("/proc/self/smaps_rollup").read_text().splitlines()[1:])
+    return sum(int(rows[name].split()[0]) << 10 for name in ("Private_Clean", "Private_Dirty"))
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("kind", [Run, MemoryRun], ids=["files", "memory"])
+def test_an_explorer_keeps_no_second_model(
+    synchronizer: Synchronizer,
+    make_agent: Callable[..., AgentClient],
+    tmp_path: Path,
+    kind: type[Run],
+    dtype: torch.dtype,
+) -> None:
+    """A load by deltas takes less than a quarter of a version besides the model, and leaves less than half of one."""
+    shapes: dict[str, tuple[int, ...]] = {f"layers.{layer}.weight": (512, 1024) for layer in range(64)}
+    agent = {node_id(): make_agent(synchronizer.client)}
+    weights = random_weights(0, shapes)
+    trainer = PretendTrainer(synchronizer.client, agent, weights=weights, bucket_bytes=2**20)
+    run = kind(trainer, tmp_path, shapes=shapes)
+    loader, here = run.explorer(dtype)
+    nothing, model = resident(), sum(tensor.nbytes for tensor in here.values())
+    for _ in range(2):  # the second one brings what the first use of a code takes
+        run.publish(share=0.001)
+        loader.load(None)
+    run.publish(share=0.001)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+    before = peak_rss()
+    report = loader.load(None)
+    assert peak_rss() - before < run.full_bytes / 4
+    assert resident() - nothing < model + run.full_bytes / 2
+    assert 0 < report.bytes_moved < run.full_bytes / 4
+    assert_holds(loader, here, run)
 
 
 # ---- deltas to other nodes only
