@@ -1,6 +1,6 @@
 """Lossless deltas: bytes per changed element beside other codes and bounds of entropy, and the speed of C and numpy.
 
-    python benchmarks/delta.py --json [--elements 4e6] [--only size speed rows history traces]
+    python benchmarks/delta.py --json [--elements 4e6] [--only size speed rows history traces auto]
                                [--shares 0.0013 0.007] [--output benchmarks/results/delta.json]
 
 Data: ``white``, normal weights of one scale, each step an independent update; ``adam``, weights whose scale differs by
@@ -15,6 +15,9 @@ and the base take, in versions, and ``bytes of 1,000`` what 1,000 versions with 
 ``restores`` is the processor time of the last one, from the base, beside that of the base alone: read, checked,
 written.
 
+``auto``: runs of `launch.py workload=bytes` on one node with `sync.encoding=full` and ``auto`` in turn, medians over
+the versions of all rounds but the first two of each run.
+
 Speeds are in processor time, the least of the repetitions, as bytes of the shard a second; ``copies`` divides them by
 the speed of a copy that was measured in turn with them. ``decode`` is the gap code alone, ``apply`` a whole call with
 the digest of the result; the digest of the base is known to both sides.
@@ -23,6 +26,7 @@ the digest of the result; the digest of the base is known to both sides.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -61,7 +65,7 @@ from trinity_sync.weights.shards import whole
 if TYPE_CHECKING:
     from trinity_sync.weights.delta_gaps import Elements
 
-PARTS = ("size", "speed", "rows", "history", "traces")
+PARTS = ("size", "speed", "rows", "history", "traces", "auto")
 SHARES = (0.0013, 0.007, 0.01, 0.024, 0.065)
 STEPS = (1, 4, 16)
 WIDTHS = (32, 1536, 2048, 8192)
@@ -290,6 +294,30 @@ def trace_table() -> list[dict[str, Any]]:
     return found
 
 
+ROUNDS, PUBLISHED = 3, 8
+
+
+def auto_table() -> list[dict[str, Any]]:
+    """The seconds of publish and load on one node, by mode, with full versions and with `sync.encoding=auto`."""
+    found = []
+    sizes = ("workload=bytes", "model.shapes=qwen3-0.6b", "model.layers=4", "backend.ranks=1", "checkpoint.interval=0")
+    for mode in ("memory", "checkpoint", "nccl"):
+        seconds: dict[str, list[float]] = {}
+        for _, encoding in itertools.product(range(ROUNDS), ("full", "auto")):
+            with tempfile.TemporaryDirectory() as folder:
+                given = (f"sync={mode}", f"sync.encoding={encoding}", f"trainer.steps={PUBLISHED}", *sizes)
+                trinity_sync("run", f"hydra.run.dir={folder}/run", *given)
+                for line in Path(folder, "run", "events.jsonl").read_text().splitlines():
+                    event = json.loads(line)
+                    if event["event"] in ("publish", "load") and event["version"] > 1:
+                        seconds.setdefault(f"{event['event']} {encoding}", []).append(event["total_s"])
+        medians = {name: statistics.median(values) for name, values in seconds.items()}
+        both = {one: medians[f"publish {one}"] + medians[f"load {one}"] for one in ("full", "auto")}
+        found.append({"mode": mode, **medians, "auto of full": both["auto"] / both["full"]})
+        print(json.dumps(found[-1]), file=sys.stderr)
+    return found
+
+
 def trinity_sync(*arguments: str) -> None:
     """Run a command of `trinity-sync`."""
     subprocess.run([sys.executable, "-m", "trinity_sync.cli", *arguments], check=True, stdout=subprocess.DEVNULL)
@@ -402,6 +430,8 @@ def main() -> None:
         report["history"] = history_table(count, options.shares)
     if "traces" in options.only:
         report["traces"] = trace_table()
+    if "auto" in options.only:
+        report["auto"] = auto_table()
     text = json.dumps(report, indent=2)
     if options.output:
         options.output.write_text(text + "\n")

@@ -4,15 +4,20 @@ takes from whom, and has all nodes begin a version at the same time.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
+import struct
 import sys
 import time
 from concurrent.futures import Future
+from pathlib import Path
 from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any, cast
+
+from xxhash import xxh3_128_hexdigest
 
 from trinity_sync.actors.agent_client import AgentClient
 from trinity_sync.host.channel import Connection, Listener, open_connection, pack
@@ -31,10 +36,14 @@ from trinity_sync.weights.slots import SlotArena
 KEY = b"k" * 32
 PORT = 7000
 LIMIT_S = 600.0
+_MIB = 1 << 20
+_STAMP = struct.Struct("!QQ")
 
 
 def owner(host: str, others: int, parts: int, nbytes: int, versions: int, root: str) -> None:
-    """Print the seconds of each version, from the word to begin to the last node that has it, and processor seconds."""
+    """Print of each version the seconds from the word to begin to the last node that has it, processor seconds, and how
+    many nodes took it. One that dies is left out, and may join again.
+    """
     server, chains = PieceServer(host, KEY, "the owner", LIMIT_S), dict[tuple[int, str], NodeChain]()
     sizes = {f"part-{number}": nbytes // parts for number in range(parts)}
     ready: SimpleQueue[Connection] = SimpleQueue()
@@ -51,27 +60,48 @@ def owner(host: str, others: int, parts: int, nbytes: int, versions: int, root: 
     with SlotArena.create(f"owner-{os.getpid()}", 2, sizes, root=root, fallback=root) as arena:  # type: ignore[arg-type]
         for slot in range(2):
             for part, size in sizes.items():
-                arena.map(slot, part)[:size] = secrets.token_bytes(1 << 20) * (size >> 20)
+                arena.map(slot, part)[:size] = secrets.token_bytes(_MIB) * (size // _MIB)
         listener = Listener((host, PORT), KEY, answer)
         joined = [ready.get(timeout=LIMIT_S) for _ in range(others)]
         found = []
         for step in range(versions):
             version, slot = Version(0, step), step % 2
+            while not ready.empty() or (step == versions - 1 and len(joined) < others):
+                joined.append(ready.get(timeout=LIMIT_S))
+            digests = {}
             for part, size in sizes.items():
+                for at in range(0, size, _MIB):  # no two versions, and no two pieces, are the same
+                    arena.map(slot, part)[at : at + _STAMP.size] = _STAMP.pack(step, at)
+                digests[part] = xxh3_128_hexdigest(arena.map(slot, part)[:size])
                 held = PartPieces(version, memoryview(arena.map(slot, part))[:size], whole=True)
                 server.hold(slot, part, held)
                 chains[slot, part] = NodeChain(held, server.source)
+            print(f"version {step}", flush=True)
             began, used = time.perf_counter(), time.process_time()
-            for connection in joined:
-                connection.send(pack((version, slot, sizes)), LIMIT_S)
-            theirs = [connection.receive(LIMIT_S) for connection in joined]
-            took = time.perf_counter() - began
-            found.append({"s": took, "owner_cpu_s": time.process_time() - used, "cpu_s": theirs})
+            theirs = answers({connection: (version, slot, sizes) for connection in joined})
+            took, owners = time.perf_counter() - began, time.process_time() - used
+            arrived = answers(dict.fromkeys(theirs, "digests"))
+            if any(one != digests for one in arrived.values()):
+                raise SystemExit(f"other bytes than those of version {step}: {[*arrived.values()]}, {digests}")
+            joined = list(arrived)
+            found.append({"s": took, "owner_cpu_s": owners, "cpu_s": list(theirs.values()), "nodes": len(joined)})
         for connection in joined:
             connection.send(pack(None), LIMIT_S)
         listener.close()
         server.close()
     print(json.dumps(found))
+
+
+def answers(told: dict[Connection, object]) -> dict[Connection, Any]:
+    """Tell each node something, and return the answers of those that live."""
+    for connection, words in told.items():
+        with contextlib.suppress(OSError):
+            connection.send(pack(words), LIMIT_S)
+    found = {}
+    for connection in told:
+        with contextlib.suppress(EOFError, OSError):
+            found[connection] = connection.receive(LIMIT_S)
+    return found
 
 
 class RemoteOwner:
@@ -122,9 +152,11 @@ def node(host: str, owner_host: str, root: str) -> None:
         coming: list[Future[str]] = [
             brought.bring(WantedPart(version, slot, part, size, asked)) for part, size in sizes.items()
         ]
-        for one in coming:
-            one.result(LIMIT_S)
+        paths = {part: one.result(LIMIT_S) for part, one in zip(sizes, coming, strict=True)}
         words.send(pack(time.process_time() - used), LIMIT_S)
+        assert words.receive(LIMIT_S) == "digests"
+        found = {part: xxh3_128_hexdigest(Path(path).read_bytes()[: sizes[part]]) for part, path in paths.items()}
+        words.send(pack(found), LIMIT_S)
     server.close()
     brought.close()
 

@@ -2,7 +2,7 @@
 
     python benchmarks/nodes.py --json [--mbit 100] [--nodes 2] [--explorers 1] [--layers 28] [--changed 0.007]
                                [--versions 4] [--modes memory nccl] [--encodings full auto] [--transports auto]
-                               [--pieces 512]
+                               [--pieces 512 [--kill 3]]
                                [--output benchmarks/results/nodes.json]
 
 Needs Linux, root, `ip`, `tc` and `unshare`. Network namespaces of this machine are the nodes: a raylet in each, and
@@ -13,6 +13,7 @@ the copy into the slot to the commit, `encode_s` the part of it for deltas, `loa
 serve it, digests included. `rate_s` is the time that a full version needs at the link's rate.
 
 `--pieces` measures only what carries the versions, without Ray (`node_members.py`): versions of so many MiB, two parts.
+With `--kill` that node is killed while the third version travels, and started again.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ def main() -> None:
     )
     parser.add_argument("--explorers", type=int, default=1, help="on each node but the first (default 1)")
     parser.add_argument("--pieces", type=int, metavar="MIB", help="measure the transport alone")
+    parser.add_argument("--kill", type=int, choices=range(2, 10), metavar="NODE", help="with --pieces: one that dies")
     parser.add_argument("--layers", type=int, default=28, help="of the model (default 28, all)")
     parser.add_argument("--changed", type=float, default=0.007, help="share that a step changes (default 0.007)")
     parser.add_argument("--versions", type=int, default=4, help="after the first one (default 4)")
@@ -62,7 +64,8 @@ def main() -> None:
         os.execvpe("unshare", own, {**os.environ, INSIDE: "1"})
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the raylets are ended
     limit_links(options.nodes, options.mbit)
-    with tempfile.TemporaryDirectory(prefix="nodes-") as folder:
+    shared = "/dev/shm" if options.pieces else None  # a node that is killed leaves its slots
+    with tempfile.TemporaryDirectory(prefix="nodes-", dir=shared) as folder:
         found = [pieces(Path(folder), options)] if options.pieces else runs(Path(folder), options)
     report = {
         "command": " ".join(["python", "benchmarks/nodes.py", *sys.argv[1:]]),
@@ -105,17 +108,31 @@ def pieces(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     member = str(Path(__file__).with_name("node_members.py"))
     sizes = [str(options.nodes - 1), "2", str(options.pieces << 20), str(options.versions + 2)]
     logs = {one: folder / f"node-{one}.log" for one in range(1, options.nodes + 1)}
-    started = {1: in_node(1, [sys.executable, member, "owner", HEAD, *sizes, "/dev/shm"], logs[1])}
-    for one in range(2, options.nodes + 1):
-        command = [sys.executable, member, "node", f"10.99.0.{one}", HEAD, "/dev/shm"]
-        started[one] = in_node(one, command, logs[one])
-    for one, process in started.items():
-        if process.wait(3600):
-            raise SystemExit(logs[one].read_text()[-5000:])
+    commands = {one: [sys.executable, member, "node", f"10.99.0.{one}", HEAD, str(folder)] for one in logs}
+    commands[1] = [sys.executable, member, "owner", HEAD, *sizes, str(folder)]
+    started = {}
+    try:
+        for one, command in commands.items():
+            started[one] = in_node(one, command, logs[one])
+        if (victim := options.kill) is not None:
+            while "version 2\n" not in logs[1].read_text():
+                time.sleep(0.01)
+                assert started[1].poll() is None, logs[1].read_text()
+            time.sleep((_rate_s(options.pieces << 20, options) or 0.1) / 2)
+            started[victim].kill()
+            started[victim].wait(60)
+            started[victim] = in_node(victim, commands[victim], logs[victim])
+        for one, process in started.items():
+            if process.wait(3600):
+                raise SystemExit(logs[one].read_text()[-5000:])
+    finally:
+        for process in started.values():
+            process.kill()
     versions = json.loads(logs[1].read_text().splitlines()[-1])[2:]
     took = statistics.median(one["s"] for one in versions)
     cpu = [*(one["owner_cpu_s"] for one in versions), *(max(one["cpu_s"]) for one in versions)]
     found = {"bytes": options.pieces << 20, "s": took, "GB/s": (options.pieces << 20) / took / 1e9, "cpu_s": max(cpu)}
+    found["took_it"] = [one["nodes"] for one in json.loads(logs[1].read_text().splitlines()[-1])]
     rate_s = _rate_s(options.pieces << 20, options)
     return {**found, "ratio": took / rate_s if rate_s else None}
 

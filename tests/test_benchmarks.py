@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -97,3 +98,24 @@ def test_explorers_with_faults_are_farther_from_the_trainer_than_healthy_ones(tm
     assert 0 < healthy < 1e-5
     for fault in ("rope_base", "wrong_class", "dropout"):
         assert found[f"qwen3-sharp/fp32/{fault}"]["mean"] > 100 * healthy
+
+
+def test_a_node_that_dies_between_nodes_with_slow_links_is_left_out_and_comes_back(tmp_path: Path) -> None:
+    """Four namespaces of this machine. The owner compares the digests of what each node has with its own."""
+    for needed in ("unshare", "ip", "tc"):
+        if shutil.which(needed) is None:
+            pytest.skip(f"there is no {needed} to limit links with")
+    if subprocess.run(["unshare", "-m", "-n", "true"], capture_output=True, check=False).returncode:
+        pytest.skip("this user may not make network namespaces")
+    four = ("--nodes", "4", "--mbit", "200")
+    [found] = run(tmp_path, "nodes.py", *four, "--pieces", "32", "--versions", "6", "--kill", "3")["runs"]
+    took_it = found["took_it"]
+    assert (took_it[:2], min(took_it), took_it[-1]) == ([3, 3], 2, 3)
+    assert found["s"] > found["bytes"] * 8 / 200e6, "the links are limited"
+
+
+def test_a_death_and_the_journal_are_measured(tmp_path: Path) -> None:
+    found = run(tmp_path, "heal.py", "--rounds", "1", "--victims", "trainer-rank-0")
+    assert found["medians"]["trainer-rank-0"]["same"] == 1
+    assert found["medians"]["trainer-rank-0"]["total_s"] > 0
+    assert found["journal/checkpoint"] > 0
