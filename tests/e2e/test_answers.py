@@ -69,7 +69,8 @@ def test_rollouts_of_an_export_end_where_sft_taught_the_model_to_end(tmp_path: P
     export_checkpoint(taught.folder / "checkpoints/global_step_150", tmp_path / "exported")
     task = ["task=jsonl", f"task.path={tmp_path}/asked.jsonl", "task.response_length=8", "task.prompt_length=64"]
     samples = ["samples.record_interval=1", "samples.record_groups=4", "trainer.steps=1"]
-    run = launch(tmp_path / "run", *task, *samples, f"model.path={tmp_path}/exported", "backend.ranks=1")
+    sure = ["explorer.temperature=0.1", "explorer.check_agreement=off"]  # what was taught, whatever is drawn
+    run = launch(tmp_path / "run", *task, *samples, *sure, f"model.path={tmp_path}/exported", "backend.ranks=1")
     assert run.code == 0, run.output
     ends = [(line["finished"], line["tokens"], len(line["response"])) for line in run.lines("samples.jsonl")]
     assert ends == [(True, 3, 2)] * 16  # two digits and the end

@@ -144,16 +144,27 @@ def test_a_sweep_of_one_job_compares_nothing(folder: Path, tmp_path: Path) -> No
 
 
 @pytest.mark.all
-def test_fifty_runs_of_a_thousand_steps_make_a_page_of_bearable_size_in_bearable_time(tmp_path: Path) -> None:
+def test_a_page_of_fifty_runs_of_a_thousand_steps_has_a_bearable_size_and_takes_no_more_for_each_run(
+    tmp_path: Path,
+) -> None:
     first = synthetic.whole_run(tmp_path / "sweep" / "0", total=1000, overrides=["trainer.lr=0", "seed=0"])
     for number in range(1, 50):
         copy = shutil.copytree(first, tmp_path / "sweep" / str(number))
         (copy / ".hydra" / "overrides.yaml").write_text(f"- trainer.lr={number}\n- seed={number % 2}\n")
-    started = time.process_time()
-    found = load(tmp_path / "sweep")
-    page = write_report(found)
-    render_table(found, 120)
-    assert time.process_time() - started < 10
+    few = tmp_path / "few"
+    for number in range(10):
+        shutil.copytree(tmp_path / "sweep" / str(number), few / str(number))
+
+    def page_of(folder: Path) -> tuple[Path, float]:
+        started = time.process_time()
+        found = load(folder)
+        page = write_report(found)
+        render_table(found, 120)
+        return page, time.process_time() - started
+
+    page_of(few)  # imports, and templates
+    (_, of_ten), (page, of_fifty) = page_of(few), page_of(tmp_path / "sweep")
+    assert of_fifty < 3 * 5 * of_ten
     assert page.stat().st_size < 8_000_000
 
 

@@ -255,10 +255,10 @@ def test_an_update_that_fails_leaves_no_version_and_the_next_one_gets_in(
     with monkeypatch.context() as patch:
         if way == "workers":  # it says of another version that it has arrived
             whole = HttpControl.update
-            patch.setattr(HttpControl, "update", lambda self, version: whole(self, version and "0.999"))
+            patch.setattr(HttpControl, "update", lambda self, version, nbytes=0: whole(self, version and "0.999"))
         else:
             reload = HttpControl.reload
-            patch.setattr(HttpControl, "reload", lambda self, folder, version: reload(self, tmp_path, version))
+            patch.setattr(HttpControl, "reload", lambda self, folder, version, nbytes: reload(self, tmp_path, version))
         with pytest.raises(RunError, match=rf"{server.url} failed to (load|put) version"):
             loader.load(None)
     assert loader.held is None
