@@ -106,7 +106,9 @@ class Programs:
         assert deaths or {step for step, _ in leases.pinned(self.root)} <= steps
 
 
-@pytest.mark.parametrize("held", ["read", "pinned", "both"])
+@pytest.mark.parametrize(
+    "held", [pytest.param("read", marks=pytest.mark.all), pytest.param("pinned", marks=pytest.mark.all), "both"]
+)
 def test_nobody_who_got_a_hold_misses_the_checkpoint_for_an_instant(
     pool: Callable[[], Path], monkeypatch: pytest.MonkeyPatch, held: str
 ) -> None:
@@ -160,7 +162,7 @@ def test_who_dies_or_starts_anew_loses_nothing_that_is_held(
     [
         ("exchanged", 0),
         pytest.param("exchanged", 1, marks=pytest.mark.all),
-        ("renamed", 0),
+        pytest.param("renamed", 0, marks=pytest.mark.all),
         pytest.param("renamed", 1, marks=pytest.mark.all),
         ("in place", 1),
     ],

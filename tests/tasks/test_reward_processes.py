@@ -299,7 +299,7 @@ def answer(*, in_fork: bool, again: int = 1, message: bytes = b'["0123456789abcd
 
 
 @pytest.mark.parametrize("response", FORKS.values(), ids=FORKS)
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.all), 2])
 def test_a_response_has_the_reward_that_it_was_given_whatever_another_one_starts(response: str, processes: int) -> None:
     with judging("stop", reward=bad_rewards.runs, processes=processes) as judge:
         for _ in range(3):
