@@ -18,7 +18,7 @@ from tests import local_ray
 from tests.sync.light import Member, Stillborn
 from trinity_sync.actors import calls as module
 from trinity_sync.actors.calls import Call, MemberDied, ended, results
-from trinity_sync.errors import ConfigError, RunError, TrinityError, WaitTimeout
+from trinity_sync.errors import ConfigError, ProcessLost, RunError, TrinityError, WaitTimeout
 from trinity_sync.host import interrupts
 from trinity_sync.host.origin import _KEPT, Origin, origin
 
@@ -293,3 +293,18 @@ def test_ray_keeps_no_record_of_calls(member: Any) -> None:
     ray.get([member.answer.remote(number) for number in range(10)], timeout=LIMIT)
     time.sleep(3.0)
     assert state._get_all_task_events() == []
+
+
+@pytest.mark.parametrize("place", ["wait", "get"])
+def test_a_raylet_that_is_gone_is_the_loss_of_a_process(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
+    """Ray's library says OSError; an actor's own OSError stays the actor's failure."""
+
+    def gone(*given: object, **how: object) -> None:
+        raise OSError("Connection reset by peer")
+
+    monkeypatch.setattr(ray, "wait", lambda references, **how: (references, []))
+    monkeypatch.setattr(ray, place, gone)
+    with pytest.raises(
+        ProcessLost, match=r"does not reach Ray's raylet on its node any more: Connection reset by peer"
+    ):
+        results([Call(object(), "explorer-0", "load version 1")], 5.0)  # type: ignore[arg-type]

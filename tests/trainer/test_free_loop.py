@@ -193,7 +193,7 @@ class Meeting(SynchronizerClient):
 
 @pytest.fixture(autouse=True)
 def _no_ray(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("trinity_sync.trainer.steps.ray.put", lambda value: value)
+    monkeypatch.setattr("ray.put", lambda value: value)
 
 
 def test_all_steps_are_trained_and_the_last_version_is_published_and_saved() -> None:

@@ -22,7 +22,7 @@ from ray.actor import ActorHandle
 from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
 
 from trinity_sync.actors.pending import ANSWER_S, CallTransport, MemberDied, Pending, Unanswered, ended
-from trinity_sync.errors import RunError, TrinityError, WaitTimeout
+from trinity_sync.errors import ProcessLost, RunError, TrinityError, WaitTimeout
 from trinity_sync.host.hardware import look_there
 from trinity_sync.host.interrupts import REST_S, leave_to_driver, left
 from trinity_sync.host.origin import error_text
@@ -34,6 +34,28 @@ __all__ = ["ANSWER_S", "Call", "MemberDied", "RayTransport", "ended", "results",
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
+
+
+@contextmanager
+def connected() -> Iterator[None]:
+    """Within the block, raise ProcessLost where Ray's raylet on this node is gone: Ray's library says OSError."""
+    try:
+        yield
+    except OSError as error:
+        if not _of_raylet(error):
+            raise
+        raise ProcessLost(f"pid {os.getpid()} does not reach Ray's raylet on its node any more: {error}") from error
+
+
+def _of_raylet(error: Exception) -> bool:
+    """Whether an error of Ray's library is that of a lost raylet, and not one of an actor or of a timeout."""
+    return isinstance(error, OSError) and not isinstance(error, RayError | TimeoutError)
+
+
+def put(value: T) -> ObjectRef[T]:
+    """As Ray's `put`. Raises ProcessLost as `connected`."""
+    with connected():
+        return ray.put(value)
 
 
 def this_process(name: str) -> RoundMember:
@@ -91,7 +113,8 @@ class Call(Pending[T_co]):
 
     def has_ended(self, timeout_s: float = 0.0) -> bool:
         try:
-            done, _ = ray.wait([self.reference], timeout=timeout_s)
+            with connected():
+                done, _ = ray.wait([self.reference], timeout=timeout_s)
         except RayError as error:
             raise _broken_off([self], error) from error
         return bool(done)
@@ -141,12 +164,14 @@ def results(
     failed: tuple[Call[T], Exception] | None = None
     try:
         while pending and failed is None:
-            done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
+            with connected():
+                done, pending = ray.wait(pending, num_returns=1, timeout=max(0.0, deadline - time.monotonic()))
             if not done:
                 late = [by_reference[reference] for reference in pending]
                 raise WaitTimeout(_names(late), what or late[0].what, timeout_s)
             if pending:  # all that have answered by now, since each wait looks at all the others again
-                more, pending = ray.wait(pending, num_returns=len(pending), timeout=0)
+                with connected():
+                    more, pending = ray.wait(pending, num_returns=len(pending), timeout=0)
                 done += more
             now = set(done)
             answered = [call for call in calls if call.reference in now]
@@ -160,9 +185,10 @@ def results(
                     on_answer(call)
         if failed is None:
             # the answers exist, but Ray may have spilled them to disk
-            answers: list[T] = ray.get(
-                [call.reference for call in calls], timeout=max(ANSWER_S, deadline - time.monotonic())
-            )
+            with connected():
+                answers: list[T] = ray.get(
+                    [call.reference for call in calls], timeout=max(ANSWER_S, deadline - time.monotonic())
+                )
             return answers
     except GetTimeoutError:
         raise WaitTimeout(_names(calls), what or calls[0].what, timeout_s) from None
@@ -176,6 +202,9 @@ def _failure(*calls: Call[T]) -> tuple[Call[T], Exception] | None:
     try:
         ray.get([call.reference for call in calls], timeout=0)
     except Exception as error:
+        if _of_raylet(error):
+            with connected():
+                raise
         if len(calls) > 1:
             return next((found for call in calls if (found := _failure(call)) is not None), None)
         # the member's own timeout, or only that of this poll

@@ -11,9 +11,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import numpy as np
-import ray
 
-from trinity_sync.actors.calls import ANSWER_S
+from trinity_sync.actors.calls import ANSWER_S, put
 from trinity_sync.actors.explorer_client import Generated, LoadReport
 from trinity_sync.actors.synchronizer_client import Sealed, SynchronizerClient
 from trinity_sync.backends.option import backend_option
@@ -187,7 +186,7 @@ class Steps:
         interrupts.check()
         if self._agreement is not None and isinstance(batch, SampleBatch):
             self._agreement.check(step, batch)
-        shared = ray.put(batch)
+        shared = put(batch)
         judged, penalties = batch, dict[str, float]()
         if self._penalty is not None and isinstance(batch, SampleBatch):
             judged, penalties = self._penalty.apply(step, batch, shared)
@@ -360,7 +359,7 @@ class LossValidation:
         return []
 
     def _measured(self, step: int, batch: PairBatch) -> float:
-        shared = ray.put(batch)
+        shared = put(batch)
         found = self._trainer.all(lambda rank: rank.measure_loss(shared), self._timeout_s)
         shares = {one.share: one for one in found if one is not None}
         tokens = sum(one.tokens for one in shares.values())
@@ -465,7 +464,7 @@ class AgreementCheck:
         count = max(_OF_EACH, _SAMPLES // len(of_each))
         some = batch.take(np.concatenate([_spread(rows, count) for rows in of_each]))
         trained = np.full(some.token_count, np.nan)
-        shared = ray.put(some)
+        shared = put(some)
         for one in self._trainer.all(lambda rank: rank.recompute(shared), self._timeout_s):
             if one is not None:
                 trained[some.responses.positions(one.rows)] = one.log_probs
