@@ -33,7 +33,7 @@ AIMS = {
 """The figures to reach; at most so many of each."""
 
 LIMITS = {
-    "lines": 73_291,
+    "lines": 73_290,
     "modules": 292,
     "docstring lines / code lines": 0.21,
     "import lines / code lines": 0.1,

@@ -20,11 +20,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
-import ray
 from ray.exceptions import RayError
 
 from trinity_sync.actors.agent_client import AgentClient, SharedDelta, WrittenDelta
-from trinity_sync.actors.calls import Call, MemberDied, results
+from trinity_sync.actors.calls import Call, MemberDied, put, results
 from trinity_sync.actors.rank_client import Broadcast
 from trinity_sync.actors.synchronizer_client import Sealed
 from trinity_sync.errors import RunError, grown
@@ -215,7 +214,7 @@ class KeptDeltas:
         """Keep a delta to the newest version, and drop those to old ones; return its bytes. None: there is no room."""
         data = np.frombuffer(b"".join(one.parts), np.uint8)
         try:
-            shared = SharedDelta(Version(*one.start), data.nbytes, ray.put(data))
+            shared = SharedDelta(Version(*one.start), data.nbytes, put(data))
         except RayError as error:  # such as a full disk
             story.warning("keeps no deltas, so versions travel in full: %s", error)
             self._ending.clear()

@@ -29,7 +29,7 @@ from trinity_sync.actors.agent_client import (
     StatePart,
     WrittenDelta,
 )
-from trinity_sync.actors.calls import Call, this_process
+from trinity_sync.actors.calls import Call, put, this_process
 from trinity_sync.actors.synchronizer_client import SynchronizerClient
 from trinity_sync.errors import RunError, WaitTimeout, grown
 from trinity_sync.host.hardware import peak_memory
@@ -335,7 +335,7 @@ class NodeAgent:
             raise
 
     def _put(self, slot: int, part: str) -> ray.ObjectRef:
-        return ray.put(np.frombuffer(self._maps[slot, part], dtype=np.uint8)[: self._layouts[part].nbytes])
+        return put(np.frombuffer(self._maps[slot, part], dtype=np.uint8)[: self._layouts[part].nbytes])
 
     async def write(self, slot: int, folder: str, metadata: Mapping[str, str], *, fsync: bool) -> list[FileTuple]:
         """Write this node's parts of a slot as shard files below `folder`; return (path relative to `folder`, bytes,

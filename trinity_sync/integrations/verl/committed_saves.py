@@ -608,7 +608,7 @@ class Commits:
                 return self._wait_for(step, kind)
             except WaitTimeout:
                 status = self._monitor.status(step).result(self._timeout_s + ANSWER_S)
-                if status["committed"] == kind:  # meanwhile
+                if status["committed"] in (kind, FULL):  # meanwhile
                     return self._wait_for(step, kind)
                 if not status["awaited"] or not all(map(is_beside, status["awaited"])):
                     raise
