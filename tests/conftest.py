@@ -10,6 +10,7 @@ import os
 import re
 import signal
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -109,6 +110,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)  # so all parts see the same files, whatever markers select
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    _leave_to_all(items)
     part: parts.Part | None = config.getoption("part")
     if part is None:
         return
@@ -117,6 +119,18 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     mine = parts.divide(set(path.values()), seconds, part.of)[part.number - 1]
     config.hook.pytest_deselected(items=[item for item in items if path[item] not in mine])
     items[:] = [item for file in mine for item in items if path[item] == file]
+
+
+def _leave_to_all(items: list[pytest.Item]) -> None:
+    """Of a test that is marked `few`, leave all cases but the first so many to `make test-all`."""
+    seen: Counter[str] = Counter()
+    for item in items:
+        few = item.get_closest_marker("few")
+        if few is not None and item.get_closest_marker("all") is None:
+            test = item.nodeid.partition("[")[0]
+            seen[test] += 1
+            if seen[test] > few.args[0]:
+                item.add_marker(pytest.mark.all)
 
 
 def _part(text: str) -> parts.Part:

@@ -136,9 +136,13 @@ def duplicates(texts: Mapping[str, str]) -> Iterator[str]:
 
 
 def repeated_classes(texts: Mapping[str, str]) -> list[str]:
-    """Return the names of classes that occur in more than one place."""
-    count = Counter(node.name for text in texts.values() for node in _nodes(text) if isinstance(node, ast.ClassDef))
+    """Return the names of classes that occur in more than one place. A leading underscore does not tell two apart."""
+    count = Counter(name.lstrip("_") for name in _class_names(texts))
     return sorted(name for name, times in count.items() if times > 1)
+
+
+def _class_names(texts: Mapping[str, str]) -> Iterator[str]:
+    return (node.name for text in texts.values() for node in _nodes(text) if isinstance(node, ast.ClassDef))
 
 
 _NO_CODE = {

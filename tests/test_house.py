@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from functools import cache
 from pathlib import Path
 
@@ -25,6 +26,7 @@ TARGETS = (
     "trinity_sync.explorer.hf.HFEngine",
     "trinity_sync.explorer.vllm.VLLMEngine",
     "trinity_sync.explorer.vllm_server.VLLMServerEngine",
+    "trinity_sync.launch.app.DriverLog",
     "trinity_sync.launch.app.RunHooks",
     "trinity_sync.protocol.retention.KeepAll",
     "trinity_sync.protocol.retention.KeepBest",
@@ -42,6 +44,14 @@ TARGETS = (
     "trinity_sync.tasks.pairs.PairsTask",
     "trinity_sync.tasks.rewards.exact_match",
     "trinity_sync.tasks.verl.VerlTask",
+    "trinity_sync.tasks.rewards.WeightedSum",
+    "trinity_sync.tasks.rewards.contains_answer",
+    "trinity_sync.tasks.rewards.numeric_match",
+    "trinity_sync.tracking.mlflow.MlflowTracker",
+    "trinity_sync.tracking.swanlab.SwanlabTracker",
+    "trinity_sync.tracking.tensorboard.TensorBoardTracker",
+    "trinity_sync.tracking.trackio.TrackioTracker",
+    "trinity_sync.tracking.wandb.WandbTracker",
     "trinity_sync.trainer.algorithms.bytes.Bytes",
     "trinity_sync.trainer.algorithms.grpo.Grpo",
     "trinity_sync.trainer.algorithms.sft.Sft",
@@ -87,6 +97,16 @@ def test_configurations_of_omegaconf_stay_in_config() -> None:
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_class_that_a_saved_configuration_names_is_found(name: str) -> None:
     assert load("key", name).__name__ == name.rpartition(".")[2]
+
+
+def test_each_class_that_conf_names_is_among_them() -> None:
+    named = {
+        name
+        for path in house.ROOT.glob("conf/**/*.yaml")
+        for name in re.findall(r"^\s*(?:_target_|class): (trinity_sync\.[\w.]+)$", path.read_text(), re.MULTILINE)
+    }
+    assert named - set(TARGETS) == set()
+    assert named > {"trinity_sync.explorer.hf.HFEngine", "trinity_sync.launch.app.DriverLog"}
 
 
 @pytest.mark.parametrize("title", WALKS)

@@ -270,6 +270,7 @@ def hold(root: Path) -> str:
 
 @pytest.mark.parametrize("name", [".lock", ".monitor.lock"])
 @pytest.mark.parametrize("kind", ["pipe", "link"])
+@pytest.mark.few(2)
 def test_a_lock_of_a_checkpoint_folder_that_is_none_is_named(
     shared: Path, precious: Path, kind: str, name: str
 ) -> None:
@@ -341,6 +342,7 @@ def test_leases_that_a_reader_keeps_to_themselves_do_not_cost_a_step(shared: Pat
 
 
 @pytest.mark.parametrize("first", ["run", "monitor", "reader"])
+@pytest.mark.few(1)
 def test_who_may_write_in_a_checkpoint_folder_may_hold_and_claim_there_whoever_came_first(
     shared: Path, first: str
 ) -> None:

@@ -171,7 +171,7 @@ def round_of(timeout_s: float, store: HashStore, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(nccl, "enter", lambda store, rank, size, transport, limit_s: limit_s)
     given: dict[str, Any] = {"id": 1, "version": VERSION, "slot": 0, "host": "", "port": 0, "transport": "gloo"}
     given |= {"senders": ["rank-00000", "rank-00001"], "explorers": ["explorer-0"], "cut": "bucket"}
-    return Broadcast(**given, timeout_s=WaitLimit(timeout_s, 1.0), nbytes=[12_500_000, 250_000])
+    return Broadcast(**given, sync_timeout_s=WaitLimit(timeout_s, 1.0), nbytes=[12_500_000, 250_000])
 
 
 def test_a_sender_waits_while_the_explorer_receives_from_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -90,6 +90,7 @@ def test_a_wheel_without_a_compiler_is_pure(tmp_path: Path, monkeypatch: pytest.
     assert hatch_build.LIBRARY not in names(pure)
 
 
+@pytest.mark.all
 def test_a_wheel_that_is_built_from_the_sdist_is_the_same(wheel: Path, tmp_path: Path) -> None:
     sdist = build("sdist", ROOT, tmp_path / "sdist")
     with tarfile.open(sdist) as archive:
@@ -98,6 +99,7 @@ def test_a_wheel_that_is_built_from_the_sdist_is_the_same(wheel: Path, tmp_path:
     assert names(build("wheel", unpacked, tmp_path / "wheel")) == names(wheel)
 
 
+@pytest.mark.all
 def test_an_editable_install_brings_no_copy_of_the_options(tmp_path: Path) -> None:
     build = "from hatchling.build import build_editable; import sys; build_editable(sys.argv[1])"
     subprocess.run([sys.executable, "-c", build, str(tmp_path)], cwd=ROOT, check=True, capture_output=True)

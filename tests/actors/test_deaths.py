@@ -60,6 +60,7 @@ def is_killed_by_ray(actor: Any) -> Any:
         (is_killed_by_ray, "it was killed by `ray.kill`"),
     ],
 )
+@pytest.mark.few(1)
 def test_a_death_is_told_with_what_ray_knows_of_it(cluster: None, die: Callable[[Any], Any], why: str) -> None:
     actor = ray.remote(Mortal).options(num_cpus=0, max_concurrency=2).remote()
     ray.get(actor.pid.remote(), timeout=LIMIT)

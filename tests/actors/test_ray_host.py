@@ -55,6 +55,7 @@ def test_a_worker_lives_as_long_as_its_raylet() -> None:
         raylet.wait()
 
 
+@pytest.mark.all
 def test_a_worker_that_ends_with_its_driver_does_not_look_at_its_parent(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is a fork of a server that may go."""
     monkeypatch.setenv(DRIVER, "/tmp/lifeline")

@@ -37,6 +37,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
 
 
 @pytest.mark.parametrize(("family", "strategy"), CASES)
+@pytest.mark.all
 def test_a_family_has_one_digest_wherever_its_weights_are(facts: Facts, family: str, strategy: str) -> None:
     """In the model's own folder, on the ranks, in a checkpoint, and in an explorer that took what the ranks staged."""
     for rank in facts[family, strategy]:

@@ -83,8 +83,5 @@ class TestACheckpointOfAnAdapter:
     def test_does_not_go_into_another_model(self, facts: Any, case: int) -> None:
         for of_rank in facts[case]:
             assert "holds a LoRA adapter, which does not fit the model that is trained" in of_rank["into_full"]
-            assert (
-                "lora_A.default.weight as [4, 64], the adapter that is trained has it as [2, 64]"
-                in (of_rank["into_other_rank"])
-            )
+            assert "lora_A.default.weight with shape [4, 64], but the adapter has [2, 64]" in of_rank["into_other_rank"]
             assert "which the adapter does not have" in of_rank["into_other_targets"]

@@ -407,6 +407,7 @@ def test_cuda_means_the_cpu_inside_the_mode_and_only_there() -> None:
         torch.ones(2, device="cuda")
 
 
+@pytest.mark.all
 def test_a_run_of_another_backend_does_not_import_megatron() -> None:
     program = "import sys, trinity_sync.trainer.worker; print([m for m in sys.modules if m.startswith('megatron')])"
     done = subprocess.run(

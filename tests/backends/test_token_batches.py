@@ -54,6 +54,7 @@ def facts(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReque
 
 
 @pytest.mark.parametrize("case", named(FSDP | MEGATRON))
+@pytest.mark.all
 def test_learning_is_the_same_however_sequences_are_batched(facts: Facts, case: str) -> None:
     ranks = facts[case]
     assert_as_by_hand([rank["gradients"] for rank in ranks])

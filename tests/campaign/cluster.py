@@ -262,7 +262,7 @@ class Run:
     # ---- full saves
 
     async def save(self, step: int) -> None:
-        """A full checkpoint of the state after a step, as `trainer.saves.FullSaves` does it."""
+        """A full checkpoint of the state after a step, as `trainer.full_saves.FullSaves` does it."""
         world, attempt = self.world, self.attempt
         world.step(f"driver saves step {step}")
         parts = [member.name for member in self.ranks]
@@ -378,7 +378,7 @@ class Run:
         await self.ask(self.synchronizer, "commit", version, location)
 
     async def _commit_weights(self, version: Version, digest: str) -> str:
-        """As `sync.checkpoint.CheckpointPublisher` and `trainer.saves.WeightSaves` do it."""
+        """As `sync.checkpoint.CheckpointPublisher` and `trainer.full_saves.WeightSaves` do it."""
         parts, step = ["weights-node", "digest"], version.step
         folder = Path(
             await self.ask(

@@ -288,6 +288,7 @@ def test_saves_under_way_are_finished_as_soon_as_the_tracker_of_the_trainer_name
     assert read_committed(root) == 1
 
 
+@pytest.mark.all
 def test_the_files_of_a_trainer_that_has_ended_are_not_awaited_for_long(root: Path, join: Connect) -> None:
     handle = join()
     folder = begin(handle, 1, "model", *BESIDE)
@@ -339,6 +340,7 @@ def test_two_who_may_start_it_at_once_have_one(root: Path, join: Connect) -> Non
 
 
 @pytest.mark.parametrize("times", [2, 3])
+@pytest.mark.few(1)
 def test_one_that_is_killed_while_it_starts_is_started_again_a_few_times(
     join: Connect, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
@@ -365,6 +367,7 @@ def test_what_it_says_before_it_can_report_is_told() -> None:
         child_process.start_detached("no_such", b"", who="no_such_module", timeout_s=LIMIT)
 
 
+@pytest.mark.all
 def test_two_who_may_start_it_have_one_after_its_death_too(root: Path, join: Connect) -> None:
     handles = [join(), join()]
     commit(handles[0], 1)
@@ -464,6 +467,7 @@ def test_a_rank_waits_for_rank_0_as_long_as_it_may(join: Connect) -> None:
         join(may_start=False, timeout_s=0.3)
 
 
+@pytest.mark.all
 def test_a_stale_file_is_not_trusted(root: Path, join: Connect) -> None:
     """Its process is gone, and somebody else has the port: who listens there has to know the secret."""
     root.mkdir()
@@ -494,6 +498,7 @@ def test_a_stale_file_is_not_trusted(root: Path, join: Connect) -> None:
         answering.join(LIMIT)
 
 
+@pytest.mark.all
 def test_a_copy_of_the_file_in_another_folder_is_not_trusted(root: Path, join: Connect, tmp_path: Path) -> None:
     handle = join()
     MonitorClient(handle).describe().result(LIMIT)

@@ -167,6 +167,7 @@ def test_who_dies_or_starts_anew_loses_nothing_that_is_held(
         ("in place", 1),
     ],
 )
+@pytest.mark.few(1)
 def test_what_is_held_is_not_replaced_for_an_instant(
     pool: Callable[[], Path], monkeypatch: pytest.MonkeyPatch, how: str, attempt: int
 ) -> None:

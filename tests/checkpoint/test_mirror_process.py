@@ -64,6 +64,7 @@ def child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], No
     ],
     ids=["half-message", "half-message-and-end", "hangs", "does-not-read", "dies", "dies-unread", "hangs-up"],
 )
+@pytest.mark.few(2)
 def test_a_process_that_does_not_answer_fails_its_try(
     child: Callable[[str], None],
     there: Path,
@@ -131,6 +132,7 @@ def test_a_default_limit_for_sockets_does_not_reach_the_connection(there: Path) 
 
 
 @pytest.mark.parametrize("closed", [[0], [1], [2], [0, 1], [0, 2], [1, 2], [0, 1, 2]], ids=str)
+@pytest.mark.few(2)
 def test_a_program_without_its_standard_descriptors_has_copies_too(
     there: Path, tmp_path: Path, closed: list[int]
 ) -> None:
@@ -165,6 +167,7 @@ def test_a_program_without_its_standard_descriptors_has_copies_too(
         (ImportError("no client"), True),
     ],
 )
+@pytest.mark.few(4)
 def test_what_may_pass_is_tried_again_and_what_stays_is_not(there: Path, error: Exception, final: bool) -> None:
     with pytest.raises(MirrorError, match=str(error)) as caught:
         asked(str(there), quick(options={}), partial(fail, error=error))
@@ -184,6 +187,7 @@ def test_a_copying_process_ends_with_its_parent(there: Path, tmp_path: Path) -> 
         assert child.wait(LIMIT_S) == 1
 
 
+@pytest.mark.all
 def test_a_copying_process_that_only_says_how_far_it_is_moves_nothing(there: Path) -> None:
     with pytest.raises(MirrorError, match=r"nothing moved for 2 s"):
         asked(str(there), quick(options={}, timeout_s=2.0), stand_still)

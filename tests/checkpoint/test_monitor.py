@@ -283,6 +283,7 @@ def test_a_limit_that_comes_with_a_save_is_enforced_when_asked(make_monitor: Cal
         ({}, {}, [1, 2, 3, 4, 5, 6]),
     ],
 )
+@pytest.mark.few(2)
 def test_a_commit_leaves_what_its_limit_or_a_policy_keeps(
     make_monitor: Callable[..., Any], root: Path, policies: dict[str, Any], limit: dict[str, int], stay: list[int]
 ) -> None:
@@ -462,6 +463,7 @@ def test_an_actor_that_is_killed_goes_on_where_it_was(actor: Any, root: Path) ->
     assert call(actor, "wait_committed", 10, 0, LIMIT)["path"] == str(step_dir(root, 10))
 
 
+@pytest.mark.all
 def test_who_asks_after_a_restart_for_what_retention_took_hears_that_it_was_committed(
     make_actor: Callable[..., Any],
 ) -> None:
@@ -530,6 +532,7 @@ def test_a_monitor_that_starts_again_after_another_run_took_over_leaves_the_fold
     assert kept.is_dir()
 
 
+@pytest.mark.all
 def test_a_resumed_run_that_publishes_the_step_it_began_with_leaves_its_checkpoint(
     make_actor: Callable[..., Any], root: Path
 ) -> None:
@@ -575,6 +578,7 @@ def test_importing_the_package_loads_neither_torch_nor_ray() -> None:
     assert os.spawnv(os.P_WAIT, sys.executable, [sys.executable, "-c", code]) == 0
 
 
+@pytest.mark.all
 def test_a_copy_that_fails_is_told_and_takes_nothing_back(make_actor: Callable[..., Any], root: Path) -> None:
     monitor = make_actor(default_hdfs_dir="/dev/null/nowhere", mirror=MirrorSettings(tries=2, backoff_s=0.01))
     save(monitor, 10)
@@ -599,6 +603,7 @@ def test_a_resumed_run_copies_what_the_mirror_lacks(make_actor: Callable[..., An
     assert catalog.verify(step_dir(place, 10)).ok
 
 
+@pytest.mark.all
 def test_the_first_copy_marks_a_named_mirror_that_the_driver_has_not_reached(
     make_actor: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -637,6 +642,7 @@ def test_committed_checkpoints_are_copied_on_and_what_was_kept_for_that_goes_aft
         assert catalog.verify(step_dir(place, 20)).ok
 
 
+@pytest.mark.all
 def test_a_mirror_that_keeps_all_keeps_what_retention_removes_here(
     make_actor: Callable[..., Any], root: Path, tmp_path: Path
 ) -> None:
@@ -654,6 +660,7 @@ def test_a_mirror_that_keeps_all_keeps_what_retention_removes_here(
 
 
 @pytest.mark.parametrize(("stopped", "waited"), [(True, "0.2"), (False, "0.4")])
+@pytest.mark.few(1)
 def test_the_end_of_a_run_waits_for_copies_so_long_and_names_what_is_not_there(
     make_actor: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,

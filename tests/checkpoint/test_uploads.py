@@ -104,6 +104,7 @@ def test_what_is_committed_is_copied_in_the_background_and_retention_holds_there
     assert leased(here, now=0.0) == set()
 
 
+@pytest.mark.all
 def test_a_place_that_another_start_takes_over_between_two_copies_is_left_to_it(
     uploads: Callable[..., Uploads], here: Path, there: Path, events: Events
 ) -> None:
@@ -179,6 +180,7 @@ def test_a_checkpoint_that_is_damaged_here_is_tried_once(
     assert steps(there) == []
 
 
+@pytest.mark.all
 def test_a_checkpoint_that_cannot_be_read_now_is_tried_again(
     uploads: Callable[..., Uploads], here: Path, events: Events
 ) -> None:
@@ -349,6 +351,7 @@ def test_a_resume_marks_a_place_that_its_record_or_its_folder_knows(here: Path, 
     assert (there / MARK).read_text() == OWNER.to_text()
 
 
+@pytest.mark.all
 def test_without_the_mirror_a_resume_goes_on_from_what_is_here_or_not_at_all(here: Path, there: Path) -> None:
     there.write_text("a file where the folder should be")
     said: list[str] = []

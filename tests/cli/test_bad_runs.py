@@ -109,6 +109,7 @@ WRONG = {
 
 @pytest.mark.parametrize("command", [RESUME, REPRODUCE, BUNDLE], ids=" ".join)
 @pytest.mark.parametrize("wrong", WRONG)
+@pytest.mark.few(12)
 def test_what_cannot_be_read_is_refused_by_name(
     launcher: Computing, run: Path, tmp_path: Path, capsys: Capture, wrong: str, command: list[str]
 ) -> None:

@@ -213,6 +213,7 @@ def test_the_recorded_folder_is_used_and_not_the_one_that_the_settings_name_toda
 
 @pytest.mark.parametrize("recorded", [True, False])
 @pytest.mark.parametrize("command", [*COMMANDS, ["export", "--output", "out"]])
+@pytest.mark.few(4)
 def test_a_folder_that_belongs_to_another_run_is_refused(
     two: tuple[Path, Path], tmp_path: Path, command: list[str], capsys: Capture, *, recorded: bool
 ) -> None:
@@ -498,6 +499,7 @@ HOSTILE = [
 
 
 @pytest.mark.parametrize(("key", "value"), HOSTILE)
+@pytest.mark.few(6)
 def test_a_manifest_with_a_value_that_cannot_be_is_damaged(run: Path, key: str, value: object, capsys: Capture) -> None:
     manifest = run / "checkpoints" / "global_step_20" / "manifest.json"
     body = {**json.loads(manifest.read_text()), key: value}

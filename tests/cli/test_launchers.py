@@ -149,6 +149,7 @@ def test_an_interrupt_ends_jobs_side_by_side_in_good_order(launcher: StandIn, si
     assert [record(job)["status"] for job in range(2)] == ["interrupted", "interrupted"]
 
 
+@pytest.mark.all
 def test_a_job_that_a_queue_starts_again_goes_on(launcher: StandIn) -> None:
     pytest.importorskip("hydra_plugins.hydra_submitit_launcher")
     assert sweep("hydra/launcher=submitit_local", "name=preempted") == 0
@@ -225,6 +226,7 @@ def test_a_machine_without_slurm_is_told(launcher: StandIn, capsys: pytest.Captu
     assert "srun" in capsys.readouterr().err
 
 
+@pytest.mark.all
 def test_a_search_takes_the_highest_reward_and_bears_jobs_that_fail(
     launcher: StandIn, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -80,6 +80,7 @@ def test_the_first_version_that_differs_is_told(launcher: Computing, capsys: pyt
     assert not result(launcher)["equal"]
 
 
+@pytest.mark.all
 def test_a_job_of_an_experiment_that_is_a_sweep_is_repeated_as_one_run(launcher: Computing) -> None:
     assert cli.main(["run", "experiment=backends", "trainer.steps=5", "hydra.sweep.dir=sweep"]) == 0
     assert reproduce("sweep/2") == 0
@@ -145,6 +146,7 @@ def test_the_first_steps_only(launcher: Computing, capsys: pytest.CaptureFixture
 
 
 @pytest.mark.parametrize("steps", [0, 6, -1])
+@pytest.mark.few(1)
 def test_steps_that_the_run_does_not_have_are_refused(
     launcher: Computing, steps: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -169,6 +171,7 @@ def test_steps_of_which_nothing_is_known_are_refused(launcher: Computing, capsys
         *("hydra.run.dir=[x", "hydra.mode=MULTIRUN", "seed=1,2"),
     ],
 )
+@pytest.mark.few(3)
 def test_what_is_no_single_run_in_a_folder_is_refused(
     launcher: Computing, given: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -263,6 +266,7 @@ def test_settings_of_somebody_else_run_nothing_of_theirs(
     assert len(launcher.calls) == 1
 
 
+@pytest.mark.all
 def test_places_that_options_of_the_users_own_name_are_left_out(
     launcher: Computing, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -347,6 +351,7 @@ def test_threads_are_those_of_the_run_where_none_are_asked_for(
 
 
 @pytest.mark.parametrize("threads", [0, -1, 1.5, True, 100_000, "4", {"trainer": 100_000}])
+@pytest.mark.few(2)
 def test_threads_that_no_process_has_are_refused(
     launcher: Computing, capsys: pytest.CaptureFixture[str], threads: object
 ) -> None:
@@ -554,6 +559,7 @@ def test_a_server_s_address_is_no_setting_of_what_was_computed(
 
 
 @pytest.mark.parametrize("more", [[], ["--bundle", "--output=a.json"]])
+@pytest.mark.few(1)
 def test_a_place_that_only_the_run_could_name_is_not_asked_for(
     launcher: Computing, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, more: list[str]
 ) -> None:

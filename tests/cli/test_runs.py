@@ -182,6 +182,7 @@ def test_a_folder_that_another_run_is_about_to_begin_in_is_left_alone(
         (["resume", "here"], 2),
     ],
 )
+@pytest.mark.few(2)
 def test_settings_are_composed_no_more_often_than_needed(
     launcher: StandIn, monkeypatch: pytest.MonkeyPatch, command: list[str], times: int
 ) -> None:
@@ -235,6 +236,7 @@ def test_settings_are_composed_no_more_often_than_needed(
         ("hydra.run.dir=${oops}", "Interpolation key 'oops' not found"),
     ],
 )
+@pytest.mark.few(8)
 def test_what_hydra_cannot_compose_is_one_paragraph_and_exit_code_2(
     launcher: StandIn, capsys: pytest.CaptureFixture[str], argument: str, told: str
 ) -> None:
@@ -281,6 +283,7 @@ def test_a_sweep_runs_every_job_though_one_fails(launcher: StandIn, capsys: pyte
 
 
 @pytest.mark.parametrize(("refused", "code"), [((), 0), ((2,), 1), ((1, 2), 2)])
+@pytest.mark.few(1)
 def test_the_exit_code_of_a_sweep_is_made_of_those_of_its_jobs(
     launcher: StandIn, refused: tuple[int, ...], code: int
 ) -> None:
@@ -372,6 +375,7 @@ def contents(folder: Path) -> dict[Path, bytes]:
         (["--config-dir=more", "hydra.sweep.dir=sweep", "hydra.sweep.subdir=${seed}", "experiment=swept"], "sweep/1"),
     ],
 )
+@pytest.mark.few(1)
 def test_a_sweep_into_the_folder_of_a_run_is_refused_before_anything_is_written(
     launcher: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str], again: list[str], taken: str
 ) -> None:
@@ -387,6 +391,7 @@ def test_a_sweep_into_the_folder_of_a_run_is_refused_before_anything_is_written(
     assert len(launcher.calls) == 2
 
 
+@pytest.mark.all
 def test_a_sweep_may_have_more_jobs_in_the_folder_of_another(launcher: StandIn) -> None:
     where = ["hydra.sweep.dir=sweep", "hydra.sweep.subdir=seed-${seed}"]
     assert start("-m", *where, "seed=1,2") == 0
@@ -421,6 +426,7 @@ def test_jobs_that_would_share_a_folder_are_refused_before_the_first_one_runs(
         (["sync=checkpoint", "sync.store=far"], "sync.store={}/far"),
     ],
 )
+@pytest.mark.few(4)
 def test_jobs_that_would_share_a_place_are_refused_before_the_first_one_runs(
     launcher: StandIn,
     tmp_path: Path,
@@ -444,6 +450,7 @@ def test_jobs_that_would_share_a_place_are_refused_before_the_first_one_runs(
 
 
 @pytest.mark.parametrize("own", ["${hydra:job.num}", "${seed}", "${hydra:runtime.output_dir}/kept"])
+@pytest.mark.few(1)
 def test_jobs_with_places_of_their_own_may_run(launcher: StandIn, own: str) -> None:
     places = [f"checkpoint.dir=kept/{own}", f"checkpoint.mirror=far/{own}", "sync=checkpoint", f"sync.store=near/{own}"]
     assert start("-m", "hydra.sweep.dir=sweep", *places, "seed=1,2") == 0
@@ -451,6 +458,7 @@ def test_jobs_with_places_of_their_own_may_run(launcher: StandIn, own: str) -> N
 
 
 @pytest.mark.parametrize(("place", "code"), [("far", 2), ("far/${hydra:job.num}", 0), ("far/${seed}", 0)])
+@pytest.mark.few(1)
 def test_a_search_whose_jobs_would_share_a_place_is_refused(
     launcher: StandIn, place: str, code: int, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -575,6 +583,7 @@ def test_a_resume_keeps_the_rate_and_the_name_that_an_earlier_release_chose(
     assert (launcher.calls[2].cfg.name, launcher.calls[2].cfg.trainer.lr) == ("copy-digits", 2e-6)
 
 
+@pytest.mark.all
 def test_a_sweep_over_models_has_one_folder_and_its_jobs_their_own_names_and_rates(
     launcher: StandIn, tmp_path: Path
 ) -> None:
@@ -636,6 +645,7 @@ def test_a_later_resume_replays_the_settings_of_an_earlier_one_and_they_do_not_p
     "mistake",
     ["trainer.stepz=1", "trainer.steps=0", "trainer.steps", "backend=deepspeed", "hydra.sweeper.params={a: 1}"],
 )
+@pytest.mark.few(2)
 def test_a_resume_with_a_mistake_leaves_the_run_as_it_was(
     launcher: StandIn, capsys: pytest.CaptureFixture[str], mistake: str
 ) -> None:
@@ -676,6 +686,7 @@ def test_a_resume_that_begins_has_saved_its_settings(launcher: StandIn) -> None:
 
 
 @pytest.mark.parametrize("name", ["hydra.yaml", "overrides.yaml", "config.yaml"])
+@pytest.mark.few(1)
 def test_a_resume_cut_off_while_it_saves_its_settings_has_the_next_one_show_them(
     launcher: StandIn, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -869,6 +880,7 @@ def test_a_saved_reward_of_ones_own_is_allowed_or_given_again(
         ("hydra.overrides.task=['${oc.create:{_target_: os.system}}']", "hydra.overrides.task.0 is ${oc.create:"),
     ],
 )
+@pytest.mark.few(6)
 def test_what_the_settings_of_a_foreign_folder_name_is_not_run(
     launcher: StandIn, rewards: Path, capsys: pytest.CaptureFixture[str], override: str, said: str
 ) -> None:
@@ -895,6 +907,7 @@ def test_plain_interpolations_of_saved_settings_are_resolved_as_before(launcher:
 
 
 @pytest.mark.parametrize("value", ["'${oc.create:{b: 1}}'", "{b: '${oc.create:{c: 1}}'}"])
+@pytest.mark.few(1)
 def test_a_saved_value_that_is_made_while_it_is_read_is_given_again(
     launcher: StandIn, capsys: pytest.CaptureFixture[str], value: str
 ) -> None:
@@ -954,6 +967,7 @@ def test_a_setting_that_cannot_be_resolved_any_more_is_given_anew(
 
 @pytest.mark.parametrize("scheme", ["pkg", "structured"])
 @pytest.mark.parametrize("place", ["option folder", "beside ours"])
+@pytest.mark.few(1)
 def test_a_primary_config_of_a_foreign_folder_has_no_package_imported(
     launcher: StandIn, rewards: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], place: str, scheme: str
 ) -> None:
@@ -978,6 +992,7 @@ def test_a_primary_config_of_a_foreign_folder_has_no_package_imported(
 
 
 @pytest.mark.parametrize("given", [["hydra.searchpath=[pkg://my_rewards]"], ["--allow-target", "my_rewards"]])
+@pytest.mark.few(1)
 def test_a_package_of_option_files_is_allowed_or_given_again(
     launcher: StandIn, rewards: Path, given: list[str]
 ) -> None:
@@ -999,12 +1014,14 @@ def test_how_to_insist_is_handed_on(launcher: StandIn) -> None:
 
 
 @pytest.mark.parametrize("name", ["with blank", "a,b=[c]", "it's {here}", "back\\slash"])
+@pytest.mark.few(1)
 def test_a_run_in_a_folder_with_special_characters_is_resumed(launcher: StandIn, name: str) -> None:
     folder = first_run(folder=name)
     assert cli.main(["resume", name]) == 0
     assert launcher.calls[1].run_dir == folder
 
 
+@pytest.mark.all
 def test_relative_paths_count_from_where_a_run_was_started(
     launcher: StandIn, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -1061,6 +1078,7 @@ def test_a_job_of_a_sweep_is_resumed_as_one_run(launcher: StandIn) -> None:
 
 
 @pytest.mark.parametrize("where", ["saved", "given"])
+@pytest.mark.few(1)
 def test_a_resume_is_one_run_whatever_the_settings_say(launcher: StandIn, where: str) -> None:
     folder = first_run("trainer.steps=10")
     if where == "saved":
@@ -1078,6 +1096,7 @@ EXPERIMENTS = sorted(found.stem for found in (config.conf_dir() / "experiment").
 @pytest.mark.parametrize(
     "experiment", [pytest.param(name, marks=() if name in OF_EACH_KIND else pytest.mark.all) for name in EXPERIMENTS]
 )
+@pytest.mark.few(1)
 def test_a_saved_experiment_runs_as_it_says_and_any_job_of_it_is_resumed(launcher: StandIn, experiment: str) -> None:
     if experiment == "learning_rate":
         pytest.importorskip("hydra_plugins.hydra_optuna_sweeper")
@@ -1110,6 +1129,7 @@ def test_one_job_of_a_saved_sweep_is_run_alone(launcher: StandIn) -> None:
     assert (call.cfg.sync.max_staleness, call.cfg.sync.interval) == (4, 4)
 
 
+@pytest.mark.all
 def test_a_resume_finds_the_option_files_that_the_run_was_given(launcher: StandIn, tmp_path: Path) -> None:
     for folder in ("more", "further"):
         (tmp_path / folder / "experiment").mkdir(parents=True)
@@ -1253,6 +1273,7 @@ def told(process: subprocess.CompletedProcess[str]) -> str:
         ("--bogus", 2, "", "--bogus is not an option"),
     ],
 )
+@pytest.mark.few(2)
 def test_the_program_answers_before_anything_heavy_is_loaded(
     tmp_path: Path, argument: str, code: int, out: str, err: str
 ) -> None:
@@ -1266,6 +1287,7 @@ def test_the_program_answers_before_anything_heavy_is_loaded(
 
 
 @pytest.mark.parametrize("arguments", [["run", "--help"], ["run", "--cfg=all"]])
+@pytest.mark.few(1)
 def test_a_reader_that_leaves_early_is_no_error(tmp_path: Path, arguments: list[str]) -> None:
     reading, writing = os.pipe()
     os.close(reading)

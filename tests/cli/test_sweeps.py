@@ -84,6 +84,7 @@ def test_a_job_that_fails_again_is_told_and_the_others_go_on(
     assert launcher.done[-1] == (4, False)
 
 
+@pytest.mark.all
 def test_an_interrupt_ends_it_again(launcher: Jobs) -> None:
     launcher.ends = {2: "interrupt"}
     sweep()
@@ -118,6 +119,7 @@ def test_settings_of_somebody_else_run_nothing_of_theirs(launcher: Jobs, capsys:
 
 
 @pytest.mark.parametrize("more", [["trainer.steps=9"], ["--from-scratch"]])
+@pytest.mark.few(1)
 def test_a_sweep_goes_on_as_it_was(launcher: Jobs, more: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     launcher.ends = {1: "interrupt"}
     sweep()
@@ -134,6 +136,7 @@ def test_a_sweep_goes_on_as_it_was(launcher: Jobs, more: list[str], capsys: pyte
         ("- seed=1,2,3,4", "- seed=[1", "multirun.yaml: "),
     ],
 )
+@pytest.mark.few(1)
 def test_a_sweep_whose_jobs_are_not_known_is_refused(
     launcher: Jobs, old: str, new: str, told: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -146,6 +149,7 @@ def test_a_sweep_whose_jobs_are_not_known_is_refused(
     assert told in capsys.readouterr().err
 
 
+@pytest.mark.all
 def test_relative_paths_count_from_where_the_sweep_was_started(
     launcher: Jobs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

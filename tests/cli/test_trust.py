@@ -108,6 +108,7 @@ def test_a_reward_of_the_users_own_is_found_from_another_folder(
     assert seen == [[str(reward.parent)]]
 
 
+@pytest.mark.all
 def test_a_reward_in_a_folder_of_the_python_path_is_found_without_it(
     launcher: Computing, reward: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -189,6 +190,7 @@ def options(*lines: str) -> str:
     return f"--config-dir={Path('conf').absolute()}"
 
 
+@pytest.mark.all
 def test_jobs_of_a_sweep_begin_with_all_that_an_option_file_of_the_users_own_names(
     launcher: Computing, reward: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,6 +218,7 @@ def test_jobs_of_a_sweep_begin_with_all_that_an_option_file_of_the_users_own_nam
         ("algorithm.kl.reference", "mine", "sweep/theirs", 1),
     ],
 )
+@pytest.mark.few(1)
 def test_the_record_of_a_sweep_covers_no_code_of_a_model_in_its_folder(
     launcher: Computing, capsys: Capture, key: str, model: str, later: str, code: int
 ) -> None:
@@ -229,6 +232,7 @@ def test_the_record_of_a_sweep_covers_no_code_of_a_model_in_its_folder(
     assert ("job 1: model.trust_remote_code is true" in capsys.readouterr().err) == bool(code)
 
 
+@pytest.mark.all
 def test_the_record_of_a_sweep_covers_code_of_the_models_alone_that_were_named_with_it(
     launcher: Computing, capsys: Capture
 ) -> None:
@@ -353,6 +357,7 @@ def test_a_place_that_refers_to_an_edited_setting_is_refused(launcher: Computing
 
 
 @pytest.mark.parametrize("how", ["another host", "readable key", "no key", "group may write the folder", "link"])
+@pytest.mark.few(2)
 def test_without_a_key_of_ones_own_everything_saved_is_data(
     launcher: Computing, reward: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
@@ -418,6 +423,7 @@ def test_an_interrupt_leaves_no_empty_key(tmp_path: Path, monkeypatch: pytest.Mo
 
 
 @pytest.mark.parametrize("text", ["", "[]", '{"signatures": 3}', '{"signatures": [], "modules": []}', "[" * 9999])
+@pytest.mark.few(2)
 def test_a_record_that_cannot_be_read_counts_as_none(launcher: Computing, reward: Path, text: str) -> None:
     folder = rewarded()
     record(folder).write_text(text)
@@ -463,6 +469,7 @@ ENGINE = [
 
 
 @pytest.mark.parametrize("setting", ENGINE)
+@pytest.mark.few(3)
 def test_what_may_have_vllm_run_code_is_refused(launcher: Computing, setting: str, capsys: Capture) -> None:
     assert resume(foreign("explorer=vllm", f"+explorer.engine.{setting}")) == 2
     said = capsys.readouterr().err
@@ -471,6 +478,7 @@ def test_what_may_have_vllm_run_code_is_refused(launcher: Computing, setting: st
 
 
 @pytest.mark.parametrize("setting", ENGINE)
+@pytest.mark.few(2)
 def test_and_so_it_is_in_a_bundle(launcher: Computing, setting: str, capsys: Capture) -> None:
     bundle = bundled(f"+explorer.engine.{setting}", "explorer=vllm")
     assert cli.main(["reproduce", str(bundle)]) == 2
@@ -506,6 +514,7 @@ def test_what_is_known_to_be_harmless_to_an_engine_is_taken(launcher: Computing)
         "forward_prefetch=yes_please",
     ],
 )
+@pytest.mark.few(2)
 def test_other_overrides_of_a_backend_are_refused(launcher: Computing, setting: str, capsys: Capture) -> None:
     assert resume(foreign("backend=megatron", f"+backend.overrides.{setting}")) == 2
     assert "which may have the engine run code" in capsys.readouterr().err
@@ -520,6 +529,7 @@ def test_other_overrides_of_a_backend_are_refused(launcher: Computing, setting: 
         "{_target_:trinity_sync.tracking.wandb.WandbTracker,project:evil}",
     ],
 )
+@pytest.mark.few(1)
 def test_no_other_function_of_ours_may_be_named(launcher: Computing, reward: Path, named: str, capsys: Capture) -> None:
     Path("evil.py").write_text("open('ran', 'w').close()\n\ndef f(*args, **kwargs):\n    return 1.0\n")
     given = ["task=jsonl", f"task.path={Path('prompts.jsonl').absolute()}", f"+task.reward.x={named}"]
@@ -557,6 +567,7 @@ PLACES = [
 
 
 @pytest.mark.parametrize(("overrides", "asked"), PLACES, ids=[asked for _, asked in PLACES])
+@pytest.mark.few(4)
 def test_a_place_outside_the_folder_is_asked_for_by_name(
     launcher: Computing, overrides: list[str], asked: str, capsys: Capture
 ) -> None:
@@ -577,6 +588,7 @@ def test_a_place_that_is_given_again_is_used(launcher: Computing) -> None:
 
 
 @pytest.mark.parametrize("given", ["checkpoint={interval: 5}", "checkpoint=default"])
+@pytest.mark.few(1)
 def test_a_setting_beside_a_place_does_not_vouch_for_it(launcher: Computing, given: str) -> None:
     folder = foreign("checkpoint.dir=/theirs", "checkpoint.mirror=/theirs/copies")
     path = folder / "run.json"
@@ -621,6 +633,7 @@ def test_places_inside_the_folder_are_used(launcher: Computing) -> None:
 
 
 @pytest.mark.parametrize("name", ["checkpoints", "logs", "events.jsonl", ".hydra/config.yaml", "checkpoints/.staging"])
+@pytest.mark.few(2)
 def test_a_link_that_leads_out_of_the_folder_is_refused(
     launcher: Computing, tmp_path: Path, name: str, capsys: Capture
 ) -> None:
@@ -642,6 +655,7 @@ def test_checkpoints_behind_a_link_are_asked_for_by_name(launcher: Computing, tm
 
 
 @pytest.mark.parametrize("name", ["global_step_1", ".trash-global_step_1-0a"])
+@pytest.mark.few(1)
 def test_a_step_that_was_archived_and_linked_back_is_in_no_resumes_way(
     launcher: Computing, tmp_path: Path, name: str
 ) -> None:

@@ -146,7 +146,7 @@ class Run:
         tracker = self.folder / "checkpoints/latest_checkpointed_iteration.txt"
         assert (tracker.read_text().strip(), last in kept) == (str(last), True)
         place = self.folder / f"checkpoints/global_step_{last}"
-        exported = export_checkpoint(place, self.folder.with_name(f"exported-{last}"))
+        exported = export_checkpoint(place, self.folder.with_name(f"{self.folder.name}-exported-{last}"))
         assert exported.digest == exported.checked == self.digests[last]
 
 

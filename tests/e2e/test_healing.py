@@ -303,22 +303,40 @@ def kill_driver(started: Started, at: int = STRUCK_AT) -> int:
     return pid
 
 
-def test_a_supervised_run_whose_driver_is_killed_goes_on(folder: Path, of_bytes: Sequence[str]) -> None:
-    started = start(folder, "--supervise", *of_bytes, "backend.ranks=1", small=False)
-    pid = kill_driver(started)
-    before = Run(folder, 0, "").digests
+LOST = {
+    "explorer-0": "explorer-0 died",
+    "trainer-rank-1": "trainer rank 1 died",
+    "node-agent": "the agent of node",
+    "synchronizer": "the synchronizer died",
+}
+
+
+def test_a_supervised_run_that_loses_each_of_its_processes_once_goes_on(folder: Path, of_bytes: Sequence[str]) -> None:
+    steps = 6 * (len(LOST) + 3)
+    started = start(folder, "--supervise", *of_bytes, f"trainer.steps={steps}", "trainer.max_restarts=9", small=False)
+
+    def wait_for(attempt: int, version: int) -> None:
+        started.wait_for_event(
+            lambda event: (event["event"], event["attempt"]) == ("publish", attempt) and event["version"] >= version
+        )
+
+    wait_for(0, 3)
+    os.kill(started.pid_of("checkpoint_monitor"), signal.SIGKILL)  # Ray starts another within the attempt
+    for attempt, victim in enumerate(LOST):
+        wait_for(attempt, 6 * (attempt + 1))
+        os.kill(started.pid_of(victim), signal.SIGKILL)
+    wait_for(len(LOST), 6 * (len(LOST) + 1))
+    os.kill(pid := driver_of(started), signal.SIGKILL)
     run = started.finish()
     assert run.code == 0, run.output
-    assert sorted(run.digests) == list(range(STEPS + 1))
-    assert {step: run.digests[step] for step in before} == before
-    assert [line["step"] for line in run.lines("metrics.jsonl")] == list(range(1, STEPS + 1))
-    (heal,) = run.events("heal")
-    assert (heal["died"], heal["attempt"]) == (KILLED, 1)
-    assert heal["resumed_from"] >= STRUCK_AT - 6
-    assert [(one["status"], one["error"]) for one in run.record["attempts"]] == [
-        ("failed", KILLED),
-        ("completed", None),
-    ]
+    assert sorted(run.digests) == list(range(steps + 1))
+    assert len({(event["version"], event["digest"]) for event in run.events("publish")}) == steps + 1
+    assert [line["step"] for line in run.lines("metrics.jsonl")] == list(range(1, steps + 1))
+    heals = run.events("heal")
+    for named, heal in zip([*LOST.values(), KILLED], heals, strict=True):
+        assert named in heal["died"]
+        assert heal["lost"] <= 6  # of the save before, which may have been under way
+    assert [one["status"] for one in run.record["attempts"]] == ["failed"] * len(heals) + ["completed"]
     assert f"warning: {KILLED}; the run is resumed" in run.output
     assert_ended_clean(run, pid)
 

@@ -1,23 +1,28 @@
 """Whole runs one after the other in two programs: Ray and its processes take longer to start than such a run takes. One
-is killed and resumed and ends as one that was never interrupted, one has an adapter, one goes at its own pace, one is
-refused and one is interrupted. Others of their kind are in `test_resume`, `test_lora`, `test_free`, `test_agreement`
-and `test_faults`.
+is killed and resumed and ends as one that was never interrupted, one has an adapter, one goes at its own pace, three
+have vLLM, one is refused and one is interrupted. Any two of mode, encoding, explorer and backend meet in one of them.
+Others of their kind are in `test_resume`, `test_lora`, `test_free`, `test_vllm`, `test_deltas`, `test_agreement` and
+`test_faults`.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import shutil
 import signal
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 
 from tests.e2e import test_agreement as agreement
 from tests.e2e import test_faults as faults
 from tests.e2e import test_free as free
 from tests.e2e import test_lora as lora
 from tests.e2e.runs import LIMIT_S, SMALL, Run, ends_of, initial_digest, start_in_one_program
+from tests.e2e.test_vllm import assert_sampled_as_trained
 from tests.pages import ROOT, missing, sessions
 from trinity_sync.checkpoint.export import export_checkpoint
 from trinity_sync.cli import main as cli
@@ -41,11 +46,20 @@ SETTINGS = (
 ROOMY = "cluster.num_cpus=8"
 """As many as any of the runs needs, so that the next one takes the Ray of the one before."""
 DELTA = ("sync.encoding=delta", "trainer.lr=1e-5")
+FULL = "sync.encoding=full"
+ONE_RANK = ("explorer=vllm", "backend.ranks=1")
+VLLM = {
+    "vllm-checkpoint": (*ONE_RANK, "backend=megatron", "sync=checkpoint", FULL),
+    "vllm-memory": (*ONE_RANK, "backend=fsdp2", "sync=memory", FULL),
+    "vllm-nccl": (*ONE_RANK, "backend=fsdp2", "sync=nccl", *DELTA),
+}
+HAS_VLLM = find_spec("vllm") is not None
 BEGUN = {
     "adapter": (*lora.SHORT, *DELTA),
-    "free": (*free.FREE, "backend=fsdp", "sync=memory", "trainer.steps=12", "checkpoint.interval=5", *DELTA),
+    "free": (*free.FREE, "backend=megatron", "sync=memory", "trainer.steps=12", "checkpoint.interval=5", *DELTA),
+    **(VLLM if HAS_VLLM else {}),
     "refused": (*agreement.SHARP, *agreement.LOST_ROPE),
-    "interrupted": faults.LONG_ENOUGH,
+    "interrupted": (*faults.LONG_ENOUGH, "backend=megatron", "sync=nccl", FULL),
 }
 
 
@@ -160,11 +174,12 @@ def test_a_free_run_trains_within_the_bound_and_never_on_a_wrong_label(runs: dic
     assert exported.digest == exported.checked == run.digests[10]
 
 
-@pytest.mark.parametrize("name", ["adapter", "free"])
+@pytest.mark.parametrize("name", ["adapter", "free", *(["vllm-nccl"] if HAS_VLLM else [])])
 def test_versions_travel_as_deltas(runs: dict[str, Run], name: str) -> None:
     """Through the checkpoint folder, and out of memory. The killed run takes them with `sync=nccl`."""
     first, *others = runs[name].events("publish")
     assert [first["encoding"], *{event["encoding"] for event in others}] == ["full", "delta"]
+    assert not runs[name].events("fault")
     assert any("apply_s" in load for load in runs[name].events("load"))
 
 
@@ -174,6 +189,29 @@ def test_another_function_at_the_explorers_is_refused_with_both_figures(runs: di
     assert "error: explorer-0 and the trainer do not compute the same of version 0: their log-probs of " in run.output
     assert "where 0.1 on average is allowed (mean log-prob" in run.output
     agreement.assert_refused(run)
+
+
+@pytest.mark.skipif(not HAS_VLLM, reason="vllm is not installed")
+@pytest.mark.parametrize("name", VLLM)
+def test_vllm_has_the_weights_of_trainer_and_checkpoint(runs: dict[str, Run], name: str) -> None:
+    runs[name].assert_the_same_weights_everywhere([0, 1, 2, 3], [2, 3], explorers=1)
+    assert_sampled_as_trained(runs[name])
+
+
+@pytest.mark.skipif(not HAS_VLLM, reason="vllm is not installed")
+def test_any_two_of_mode_encoding_explorer_and_backend_meet_in_a_run(runs: dict[str, Run]) -> None:
+    """Whose explorers have loaded what the trainer has published."""
+    options = {"mode": 3, "encoding": 2, "explorer": 2, "backend": 2}
+    rows = []
+    for run in (run for name, run in runs.items() if name != "refused"):
+        cfg = OmegaConf.load(run.folder / ".hydra" / "config.yaml")
+        rows.append((cfg.sync.mode, cfg.sync.encoding, cfg.explorer.kind, cfg.backend.strategy))
+        loads = run.events("load")
+        assert loads
+        assert all(load["digest"] == run.digests[load["version"]] for load in loads)
+    for first, second in itertools.combinations(range(len(options)), 2):
+        met = {(row[first], row[second]) for row in rows}
+        assert len(met) == [*options.values()][first] * [*options.values()][second], met
 
 
 def test_a_ctrl_c_ends_a_run_cleanly(ended: tuple[dict[str, Run], int, Path]) -> None:

@@ -139,7 +139,7 @@ class Runs:
             first=first,
             position=position,
             journal=journal,
-            timeout_s=timeout_s,
+            explorer_timeout_s=timeout_s,
             on_load=self.loads.append,
             on_fault=lambda where, error: self.faults.append((where, error)),
             group_filter=group_filter,

@@ -180,6 +180,7 @@ def test_a_reward_that_fails_stops_the_run(path: Path) -> None:
     ids=["full", "sliding", "half-sliding", "learnt-positions", "linear-attention"],
 )
 @pytest.mark.parametrize(("samples", "temperature"), [(1, 1.0), (3, 0.7)])
+@pytest.mark.few(3)
 def test_log_probs_are_those_that_a_trainer_computes(
     tmp_path: Path, architecture: dict[str, Any], samples: int, temperature: float
 ) -> None:

@@ -98,7 +98,7 @@ class World:
             attempt=0,
             synchronizer=self.slots,
             keep=keep,
-            timeout_s=timeout_s,
+            explorer_timeout_s=timeout_s,
             on_load=self.loads.append,
             on_fault=lambda where, error: self.faults.append((where, error)),
         )
@@ -110,7 +110,7 @@ class World:
             judge=group_advantages,
             first=1,
             position=None,
-            timeout_s=LIMIT,
+            explorer_timeout_s=LIMIT,
             on_load=self.loads.append,
             on_fault=lambda where, error: self.faults.append((where, error)),
             validations=validations,

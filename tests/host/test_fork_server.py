@@ -153,6 +153,7 @@ def test_who_was_begun_leaves_no_zombie(server: Server) -> None:
         pytest.param(['--serialized-runtime-env-context={"env_vars": {"OWN": "${SAID}"}}'], {}, id="a reference"),
     ],
 )
+@pytest.mark.few(2)
 def test_ray_sets_up_itself_what_cannot_be_a_fork(server: Server, arguments: list[str], asked: Any) -> None:
     server.ask()  # so that there is an environment
     said = server.ask("--a", *arguments, **asked)

@@ -57,6 +57,7 @@ def piped(*given: str) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize(("given", "code"), [(("explain", "sync"), 0), (("--help",), 0), (("explain", "nothing"), 2)])
+@pytest.mark.few(1)
 def test_a_reader_that_has_left_changes_no_result(given: tuple[str, ...], code: int) -> None:
     found, told = piped(*given)
     assert found == code
@@ -65,6 +66,7 @@ def test_a_reader_that_has_left_changes_no_result(given: tuple[str, ...], code: 
 
 
 @pytest.mark.parametrize("given", [("explain", "sync"), ("--help",), ("run", "--help"), ("run", "--cfg", "job")])
+@pytest.mark.few(1)
 def test_output_on_a_full_disk_is_one_line_and_a_failure(given: tuple[str, ...]) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run([*COMMAND, *given], stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
@@ -73,6 +75,7 @@ def test_output_on_a_full_disk_is_one_line_and_a_failure(given: tuple[str, ...])
 
 
 @pytest.mark.parametrize("closed", [">&-", "2>&-", "<&-", ">&- 2>&- <&-"])
+@pytest.mark.few(2)
 def test_closed_streams_change_no_result(closed: str) -> None:
     command = f"{sys.executable} -m trinity_sync.cli explain sync {closed}; echo $? >&9"
     done = subprocess.run(["bash", "-c", f"exec 9>&1; {command}"], capture_output=True, text=True, timeout=60)

@@ -469,6 +469,7 @@ def test_what_stands_still_of_ray_does_not_keep_a_run_from_its_end(root: Path, v
 @pytest.mark.parametrize(
     "work", ['ray.put(b"x" * 10_000_000)', pytest.param("import time; time.sleep(100.0)", marks=pytest.mark.all)]
 )
+@pytest.mark.all
 def test_a_raylet_that_dies_ends_the_run_and_is_named(root: Path, work: str) -> None:
     """Whether Ray ends the program, at its next call, or Ray gives up the node."""
     done = struck(root, "SIGKILL", work)

@@ -163,6 +163,7 @@ class OwnTask:
 
 
 @pytest.mark.parametrize("path", [["*"], ["a", "b"]])
+@pytest.mark.few(1)
 def test_a_list_of_another_meaning_stays_as_it_is(
     launcher: Computing, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: Any
 ) -> None:
@@ -218,6 +219,7 @@ def test_a_plain_path_has_the_digest_that_it_had(launcher: Computing) -> None:
     assert digest("[c.jsonl,data/a.jsonl]") != digest("[data/a.jsonl,c.jsonl]")
 
 
+@pytest.mark.all
 def test_each_file_of_somebody_else_s_run_is_asked_for(
     launcher: Computing, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -239,6 +241,7 @@ def test_lists_in_brackets_are_values_of_a_sweep(launcher: Computing) -> None:
     assert [prompts(call.cfg) for call in launcher.calls] == [["c"], ["c", "a"], ["a", "b"]]
 
 
+@pytest.mark.all
 def test_a_job_that_a_queue_starts_again_keeps_its_files(launcher: Computing, monkeypatch: pytest.MonkeyPatch) -> None:
     line = ["-m", *JSONL, "live=off", "hydra.sweep.dir=sweep", "task.path=data/*.jsonl", "seed=0,1"]
     assert app.run_main(launch.main, line) == 0

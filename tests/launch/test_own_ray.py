@@ -487,6 +487,7 @@ CHECK = (
         ("exit 3", "ended with exit code 3"),
     ],
 )
+@pytest.mark.few(1)
 def test_a_raylet_that_cannot_live_is_started_twice_and_ends_the_start_with_its_reason(
     monkeypatch: pytest.MonkeyPatch, script: str, why: str
 ) -> None:

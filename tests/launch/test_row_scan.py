@@ -43,6 +43,7 @@ def here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(row_scan, "_ask", ask)
 
 
+@pytest.mark.all
 def test_rows_that_fit_are_counted(tmp_path: Path) -> None:
     assert scanned(tmp_path, asked(SHORT, "1=")).counts == RowCounts(2, 0, 4, "refuse")
 

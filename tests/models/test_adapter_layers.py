@@ -109,6 +109,7 @@ def loaded(folder: Path, kind: Any = AutoModelForCausalLM) -> Any:
 
 
 @pytest.mark.parametrize("family", DEFAULTS)
+@pytest.mark.few(6)
 def test_an_exported_adapter_loads_in_peft_with_equal_logits(family: str, tmp_path: Path) -> None:
     model, ids = adapted(family, tmp_path), torch.arange(3, 25)[None]
     with torch.inference_mode():
@@ -120,6 +121,7 @@ def test_an_exported_adapter_loads_in_peft_with_equal_logits(family: str, tmp_pa
 
 
 @pytest.mark.parametrize("family", [*DEFAULTS, *WITH_IMAGES])
+@pytest.mark.few(6)
 def test_a_merged_export_has_the_weights_that_peft_merges(family: str, tmp_path: Path) -> None:
     adapted(family, tmp_path)
     export_checkpoint(tmp_path / "adapter", tmp_path / "ours", form="merged", base=tmp_path / "base", dtype="fp32")

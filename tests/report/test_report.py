@@ -444,6 +444,7 @@ def test_a_run_before_its_first_step_has_a_page(tmp_path: Path) -> None:
         (".hydra/overrides.yaml", "a: [\n"),
     ],
 )
+@pytest.mark.few(6)
 def test_a_damaged_file_costs_only_its_own_part(tmp_path: Path, name: str, content: str) -> None:
     synthetic.whole_run(tmp_path, total=12)
     (tmp_path / name).write_text(content)
@@ -519,6 +520,7 @@ def test_the_table_of_a_run_is_plain_text(finished: Path) -> None:
 
 
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
+@pytest.mark.few(2)
 def test_the_table_of_a_sweep_keeps_to_the_width_and_to_its_main_columns(sweep: Path, width: int) -> None:
     lines = render_table(sweep, width).splitlines()
     (command,) = (line for line in lines if line.startswith("trinity-sync reproduce "))

@@ -68,6 +68,7 @@ def test_what_is_sent_to_trackers_has_references_and_no_secrets(monkeypatch: pyt
 
 
 @pytest.mark.parametrize("name", ["javascript:alert(1)", 'a"onclick="x', "a?b#c", "//host", "a%41"])
+@pytest.mark.few(2)
 def test_a_link_leads_to_the_folder_of_the_job_whatever_its_name(name: str, tmp_path: Path) -> None:
     job = name.strip("/")
     for place in (tmp_path / job, tmp_path / "1"):
@@ -92,6 +93,7 @@ def test_a_link_leads_to_the_folder_of_the_job_whatever_its_name(name: str, tmp_
         ("summary.json", "peak_memory", {"driver": 10**400}),
     ],
 )
+@pytest.mark.few(3)
 def test_a_hostile_value_costs_only_its_own_part(
     file: str, key: str, value: object, tmp_path: Path, capsys: Capture
 ) -> None:

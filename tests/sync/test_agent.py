@@ -59,6 +59,7 @@ def test_the_digest_follows_the_weights(trainer: PretendTrainer) -> None:
 
 
 @pytest.mark.parametrize(("verify", "has_buckets"), [("bucket", True), ("off", False)])
+@pytest.mark.few(1)
 def test_what_is_not_asked_for_is_not_computed(
     synchronizer: Synchronizer, make_agent: MakeAgent, verify: str, has_buckets: bool
 ) -> None:
@@ -118,6 +119,7 @@ def two_nodes(synchronizer: Synchronizer, make_agent: MakeAgent) -> PretendTrain
     return PretendTrainer(synchronizer.client, {node_id(): lead, "far-away": other}, ranks=3)
 
 
+@pytest.mark.all
 def test_agents_of_two_nodes_put_one_digest_together(two_nodes: PretendTrainer) -> None:
     for seed in (1, 2):
         weights = random_weights(seed)

@@ -593,6 +593,7 @@ def test_deltas_that_were_given_up_while_they_were_made_are_not_handed_out(monke
     assert asyncio.run(make(forgets=True)) == {}
 
 
+@pytest.mark.all
 def test_parts_of_two_nodes_are_followed(
     synchronizer: Synchronizer, make_agent: Callable[..., AgentClient], tmp_path: Path
 ) -> None:
@@ -796,6 +797,7 @@ def test_deltas_as_large_as_the_version_are_not_published(trainer: PretendTraine
     assert {sent.nbytes for sent in run.sent} == {run.full_bytes}
 
 
+@pytest.mark.few(1)
 def test_what_deltas_needed_goes_once_versions_are_whole(automatic: Run) -> None:
     loader, _ = automatic.explorer(node="far-away")
     automatic.nodes["explorer-0"] = "far-away"

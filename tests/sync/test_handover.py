@@ -80,6 +80,7 @@ def test_tensors_of_every_kind_are_handed_out(
     assert synchronizer.get_latest_model_version() == 1
 
 
+@pytest.mark.all
 def test_many_tensors_travel_in_few_objects_and_leave_the_actor_small(
     make_synchronizer: Callable[..., Synchronizer],
 ) -> None:
@@ -234,6 +235,7 @@ def test_a_dead_explorer_ends_the_wait_of_the_others(make_synchronizer: Callable
         synchronizer.ready_to_nccl_sync("trainer", 3, timeout_s=LIMIT)
 
 
+@pytest.mark.all
 def test_an_explorer_that_is_started_again_meets_the_trainer_and_the_one_before_it_does_not(
     make_synchronizer: Callable[..., Synchronizer],
 ) -> None:

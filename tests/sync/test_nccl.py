@@ -121,6 +121,7 @@ def test_who_comes_late_gets_a_round_of_its_own(
 
 
 @pytest.mark.parametrize("when", ["before the round", "in the round"])
+@pytest.mark.few(1)
 def test_an_explorer_that_hangs_is_named_and_holds_nobody_up_for_longer_than_the_limit(
     trainer: PretendTrainer,
     ranks: list[RankClient],
@@ -267,6 +268,7 @@ def test_a_version_whose_deltas_are_larger_is_broadcast_in_full(following: Follo
 
 
 @pytest.mark.parametrize("how", ["change", "restart"])
+@pytest.mark.few(1)
 def test_a_delta_that_an_explorer_cannot_take_is_told_and_the_version_sent_in_full(
     following: Following, how: str
 ) -> None:

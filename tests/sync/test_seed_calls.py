@@ -70,6 +70,7 @@ def test_each_call_is_made_plainly_or_by_remote_and_awaited(make_synchronizer: M
     assert ray.get(synchronizer.get_trainer_status.remote(), timeout=LIMIT) == "running"
 
 
+@pytest.mark.all
 def test_a_state_dict_goes_in_and_out_by_remote(make_synchronizer: Make) -> None:
     synchronizer = make_synchronizer()
     weights = random_weights(1)
@@ -89,6 +90,7 @@ def test_an_error_comes_by_remote_as_itself(make_synchronizer: Make) -> None:
         ray.get(synchronizer.set_model_state_dict.remote({"w": torch.zeros(2)}, 3), timeout=LIMIT)
 
 
+@pytest.mark.all
 def test_what_goes_by_remote_takes_the_room_of_its_tensors(make_synchronizer: Make) -> None:
     """Each tensor of the fifty is a view of one bucket."""
     synchronizer = make_synchronizer()
@@ -123,6 +125,7 @@ def test_a_plain_call_waits_for_as_long_as_it_was_told(monkeypatch: pytest.Monke
 
 
 @pytest.mark.parametrize("status", [RunningStatus.REQUIRE_SYNC, "require_sync", "requires_sync", "REQUIRE_SYNC"])
+@pytest.mark.few(1)
 def test_a_status_is_an_enums_member_its_value_or_its_name(make_synchronizer: Make, status: Any) -> None:
     synchronizer = make_synchronizer()
     synchronizer.set_trainer_status(status)
@@ -172,6 +175,7 @@ def test_what_trinity_rft_has_not_filled_in_is_not_known() -> None:
     assert (synchronizer_config(empty).checkpoint_dir, synchronizer_config(empty).namespace) == (None, None)
 
 
+@pytest.mark.all
 def test_names_alone_make_one(cluster: None, tmp_path: Path) -> None:
     namespace = local_ray.new_name()
     made = Synchronizer.get_actor(namespace=namespace, timeout_s=0.2, checkpoint_dir=tmp_path)
@@ -205,6 +209,7 @@ def test_a_folder_that_cannot_be_read_now_is_not_taken_for_an_empty_one(tmp_path
 # ---- waiting
 
 
+@pytest.mark.all
 def test_before_the_first_version_an_explorer_without_one_is_answered_at_once(make_synchronizer: Make) -> None:
     assert make_synchronizer().wait_new_model_state_dict(-1) == 0
 
@@ -233,6 +238,7 @@ def test_those_who_wait_are_woken_once(make_synchronizer: Make) -> None:
     assert synchronizer.trainer_requires_weight_sync() is None
 
 
+@pytest.mark.all
 def test_without_a_trainer_trinitys_explorer_does_not_wait(trinity: Synchronizer) -> None:
     assert trinity.wait_new_model_state_dict(0) == 0
     trinity.set_trainer_status(RunningStatus.RUNNING)
@@ -288,6 +294,7 @@ def test_a_trainer_that_goes_back_begins_the_next_attempt(make_synchronizer: Mak
     assert synchronizer.client.newest().result(LIMIT) == Version(1, 5)
 
 
+@pytest.mark.all
 def test_a_version_whose_tensors_are_lost_does_not_change_either(make_synchronizer: Make) -> None:
     synchronizer = make_synchronizer()
     synchronizer.set_model_state_dict(random_weights(1), 5)
@@ -299,6 +306,7 @@ def test_a_version_whose_tensors_are_lost_does_not_change_either(make_synchroniz
     assert synchronizer.client.newest().result(LIMIT) == Version(1, 4)
 
 
+@pytest.mark.all
 def test_a_path_is_handed_out_as_it_came(make_synchronizer: Make) -> None:
     synchronizer = make_synchronizer()
     synchronizer.set_model_state_dict("tinker://sampler/6", 6)
@@ -361,6 +369,7 @@ def test_a_commit_announces_itself(make_run: Callable[..., Run]) -> None:
     assert run.coordinator.wait_committed(2)["path"] == str(step_dir(run.folder, 2))
 
 
+@pytest.mark.all
 def test_a_synchronizer_begins_with_what_was_committed_before(make_run: Callable[..., Run]) -> None:
     first = make_run()
     first.save(2)
@@ -368,6 +377,7 @@ def test_a_synchronizer_begins_with_what_was_committed_before(make_run: Callable
     assert make_run().synchronizer.get_latest_model_version() == 2
 
 
+@pytest.mark.all
 def test_a_trainer_that_stops_ends_the_waits_after_the_commit_that_is_under_way(make_run: Callable[..., Run]) -> None:
     run = make_run()
     run.synchronizer.set_trainer_status("running")
@@ -393,6 +403,7 @@ def test_announcing_right_after_the_save_waits_for_its_commit(make_run: Callable
     assert run.synchronizer.get_latest_model_version() == 2
 
 
+@pytest.mark.all
 def test_announcing_an_earlier_commit_late_does_not_go_back(make_run: Callable[..., Run]) -> None:
     run = make_run()
     for step in (1, 2):
@@ -402,6 +413,7 @@ def test_announcing_an_earlier_commit_late_does_not_go_back(make_run: Callable[.
     assert run.synchronizer.get_latest_model_version() == 2
 
 
+@pytest.mark.all
 def test_a_step_that_is_saved_again_is_announced_when_that_is_committed(make_run: Callable[..., Run]) -> None:
     first = make_run()
     first.save(2)
@@ -428,6 +440,7 @@ class Told:
         return self._commits
 
 
+@pytest.mark.all
 def test_a_monitor_that_died_at_its_commit_tells_of_it_when_it_is_back(cluster: None, tmp_path: Path) -> None:
     namespace = local_ray.new_name()
     monitor = CheckpointMonitor.get_actor(config(namespace, str(tmp_path), SyncMethod.CHECKPOINT))
@@ -450,6 +463,7 @@ def test_announcing_a_save_that_failed_says_why(make_run: Callable[..., Run]) ->
         run.synchronizer.set_model_state_dict(None, 2)
 
 
+@pytest.mark.all
 def test_a_monitors_calls_are_made_plainly_as_well(make_run: Callable[..., Run]) -> None:
     run = make_run()
     assert run.monitor.describe()["save_strategy"] == "unrestricted"
@@ -459,6 +473,7 @@ def test_a_monitors_calls_are_made_plainly_as_well(make_run: Callable[..., Run])
         run.monitor.wait_committed(9, timeout_s=0.1)
 
 
+@pytest.mark.all
 def test_a_synchronizer_that_is_not_ours_is_told_nothing_and_the_mirror_goes_on(cluster: None, tmp_path: Path) -> None:
     namespace, here, there = local_ray.new_name(), tmp_path / "here", tmp_path / "there"
     theirs = ray.remote(Peer).options(name="synchronizer", namespace=namespace, num_cpus=0).remote()
@@ -475,6 +490,7 @@ def test_a_synchronizer_that_is_not_ours_is_told_nothing_and_the_mirror_goes_on(
         ray.kill(actor)
 
 
+@pytest.mark.all
 def test_a_commit_that_does_not_come_in_time_names_what_is_missing(make_run: Callable[..., Run]) -> None:
     run = make_run()
     asyncio.run(run.coordinator.register_and_monitor(4, is_state_dict=True, state_dict_thread_count=2))
@@ -602,6 +618,7 @@ class Dying(Peer):
         (Dying, "died before it could answer"),
     ],
 )
+@pytest.mark.few(1)
 def test_one_that_cannot_enter_the_group_is_told(trinity: Synchronizer, namespace: str, peer: type, why: str) -> None:
     peers = [
         ray.remote(peer).options(name=name, namespace=namespace, num_cpus=0).remote()
@@ -615,6 +632,7 @@ def test_one_that_cannot_enter_the_group_is_told(trinity: Synchronizer, namespac
 # ---- whom it serves
 
 
+@pytest.mark.all
 def test_it_stays_until_the_last_module_is_gone(cluster: None) -> None:
     namespace = local_ray.new_name()
     user = ray.remote(Maker).options(num_cpus=0).remote()

@@ -55,6 +55,7 @@ def templates(request: pytest.FixtureRequest) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("chat", CHATS)
+@pytest.mark.few(8)
 def test_what_the_assistant_says_is_learnt_or_the_reason_is_told(templates: dict[str, str], chat: str) -> None:
     wrong = {name: told for name, text in templates.items() if (told := fault(text, chat))}
     assert wrong == {}

@@ -99,6 +99,7 @@ def gone(pid: int) -> bool:
         ("unpicklable", r"returned <function misbehave.<locals>.<lambda> at 0x\w+>; it must return a finite number"),
     ],
 )
+@pytest.mark.few(5)
 def test_what_goes_wrong_is_that_responses_error_and_the_next_is_judged(
     response: str, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -178,6 +179,7 @@ LEFT_BEHIND = ["leaves a program behind", "leaves a session behind", "leaves a d
 
 @pytest.mark.parametrize("response", LEFT_BEHIND)
 @pytest.mark.parametrize("end", ["os._exit", "is killed", "crashes", "kills its group"])
+@pytest.mark.few(5)
 def test_what_it_has_started_ends_with_it(response: str, end: str) -> None:
     with judging() as judge:
         program, _ = verdicts(judge, response, end)
@@ -300,6 +302,7 @@ def answer(*, in_fork: bool, again: int = 1, message: bytes = b'["0123456789abcd
 
 @pytest.mark.parametrize("response", FORKS.values(), ids=FORKS)
 @pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.all), 2])
+@pytest.mark.few(2)
 def test_a_response_has_the_reward_that_it_was_given_whatever_another_one_starts(response: str, processes: int) -> None:
     with judging("stop", reward=bad_rewards.runs, processes=processes) as judge:
         for _ in range(3):
@@ -310,6 +313,7 @@ def test_a_response_has_the_reward_that_it_was_given_whatever_another_one_starts
 @pytest.mark.parametrize(
     "message", [b"", b"{", b"[1]", b'["x"', b"\xff", b'["x", [NaN, null]]', b"[" * 100_000], ids=range(7)
 )
+@pytest.mark.few(2)
 def test_an_answer_that_is_none_is_the_failure_of_its_response(message: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reward_processes, "_END_S", BRIEF_S)
     code = f"from {__name__} import answer; answer(in_fork=False, message={message[:9]!r} * {len(message) // 9 or 1})"
@@ -319,6 +323,7 @@ def test_an_answer_that_is_none_is_the_failure_of_its_response(message: bytes, m
         assert "prompt 1 of step 1, closed the connection of its process" in verdicts[1].error
 
 
+@pytest.mark.all
 def test_an_answer_without_end_is_the_failure_of_its_response() -> None:
     code = f"from {__name__} import answer\nwhile True: answer(in_fork=False, message=b'x' * 65536)"
     with judging(reward=bad_rewards.runs, timeout_s=2) as judge:
@@ -418,6 +423,7 @@ def test_a_signal_to_all_that_ends_a_program_of_the_function_is_no_verdict(
 
 
 @pytest.mark.parametrize("idle", [False, True])
+@pytest.mark.all
 def test_a_signal_to_all_that_ends_a_lasting_program_of_the_function_is_no_verdict(idle: bool) -> None:
     with contextlib.closing(RewardProcesses(bad_rewards.Helped(), Judging(), "helped")) as judge:
         judge.warm_up()

@@ -235,6 +235,7 @@ def test_a_tracker_apart_lives_in_a_process_of_its_own_with_a_log(run: TrackedRu
         ("stop", "tracker file did not start within 3 s"),
     ],
 )
+@pytest.mark.few(1)
 def test_a_tracker_apart_that_does_not_start_is_refused_and_gone(run: TrackedRun, what: str, words: str) -> None:
     with pytest.raises(ConfigError, match=words):
         Trackers([FileTracker("start", what, timeout_s=3.0)], run)
@@ -242,6 +243,7 @@ def test_a_tracker_apart_that_does_not_start_is_refused_and_gone(run: TrackedRun
 
 
 @pytest.mark.parametrize(("at", "what"), [("log", "die"), ("log", "stop"), ("close", "stop"), ("close", "fail")])
+@pytest.mark.few(1)
 def test_a_tracker_apart_that_dies_or_stands_still_is_a_fault_and_gone(run: TrackedRun, at: str, what: str) -> None:
     trackers = Trackers([FileTracker(at, what, timeout_s=3.0)], run)
     told: list[tuple[str, str]] = []

@@ -246,6 +246,7 @@ def mlflow_server() -> Iterator[str]:
         server.server_close()
 
 
+@pytest.mark.all
 def test_an_mlflow_server_that_stops_answering_holds_up_neither_the_steps_nor_the_end(
     tmp_path: Path, mlflow_server: str
 ) -> None:

@@ -151,6 +151,7 @@ def step() -> int:
 
 @pytest.mark.parametrize("lazy", [True, False])
 @pytest.mark.parametrize("deadline", ["optimizer_step", "now"])
+@pytest.mark.few(2)
 def test_what_is_saved_is_the_state_at_the_time_of_the_save(saves: Saves, step: int, lazy: bool, deadline: str) -> None:
     backend = PretendBackend(deadline=deadline)
     saver = saves.saver(backend, lazy=lazy)

@@ -91,6 +91,7 @@ class Telling(CheckpointCoordinator):
 
 
 @pytest.mark.parametrize("broken", ["begin", "turn", "alone", "copy", "write"])
+@pytest.mark.few(2)
 def test_what_a_rank_fails_of_fails_the_step_on_all_ranks_which_name_it_and_the_next_one_works(
     saves: Saves, broken: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,8 +16,8 @@ def test_a_versions_copy_is_waited_for_by_the_limit_of_syncs_and_a_save_by_that_
 ) -> None:
     limits: dict[str, float] = {}
 
-    def stager(*args: Any, timeout_s: float) -> None:
-        limits["version"] = timeout_s
+    def stager(*args: Any, sync_timeout_s: float) -> None:
+        limits["version"] = sync_timeout_s
 
     def meetings(timeout_s: float) -> None:
         limits["save"] = timeout_s

@@ -67,7 +67,7 @@ class Rank:
             {0: self.segment},
             AgentClient(self.agent, "here"),
             PART,
-            timeout_s=timeout_s,
+            sync_timeout_s=timeout_s,
         )
 
     def staged(self) -> torch.Tensor:

@@ -443,6 +443,7 @@ def slow_steps(engine: VLLMEngine) -> Iterator[None]:
 
 @pytest.mark.usefixtures("slow_steps")
 @pytest.mark.parametrize("on_update", ["keep", "abort"])
+@pytest.mark.few(1)
 def test_each_token_bears_the_version_that_made_it(
     engine: VLLMEngine,
     make_loader: Callable[..., WeightLoader],

@@ -127,7 +127,7 @@ class Broadcast:
     explorers: Sequence[str]  # names of the receivers in order, see `receivers`
     transport: str  # gloo or nccl
     cut: Cut  # buckets if each is checked before use, else tensors
-    timeout_s: float  # of each wait: a `WaitLimit`, which `grown` makes longer for bytes
+    sync_timeout_s: float  # of each wait: a `WaitLimit`, which `grown` makes longer for bytes
     nbytes: Sequence[int]  # that each sender sends
     # What travels in place of the parts: the deltas from a version that all receivers hold, by part.
     base: Version | None = None

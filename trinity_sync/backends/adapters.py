@@ -69,9 +69,7 @@ def adapter_off(model: torch.nn.Module) -> Iterator[None]:
 
 
 def adapter_targets(model: PreTrainedModel, adapter: Adapter, strategy: str) -> AdapterLayers:
-    """Return the layers of a model that get the requested adapter, before an engine is built. `model`: on the meta
-    device.
-    """
+    """Return the layers that get the requested adapter, before an engine is built. `model`: on the meta device."""
     from peft import LoraConfig
 
     try:

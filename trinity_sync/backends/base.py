@@ -119,9 +119,7 @@ class Backend(EngineView, Protocol):
         """
 
     def write_metadata(self, folder: Path) -> list[Path]:
-        """Rank 0: write config, tokenizer and the engine's own JSON next to the shards, so that verl's tools read the
-        folder.
-        """
+        """Rank 0: write config, tokenizer and the engine's own JSON next to the shards, for verl's tools."""
 
 
 class AdapterBackend(Backend, Protocol):

@@ -127,7 +127,7 @@ class FsdpState:
         for name, value in wanted.items():
             ours, theirs = _shape(value), _shape(saved[name])
             if ours != theirs:
-                raise RunError(f"{path} holds {name} as {theirs}, {what} that is trained has it as {ours}")
+                raise RunError(f"{path} has {name} with shape {theirs}, but {what} has {ours}")
 
     # -- torch.distributed.checkpoint
 
@@ -255,7 +255,7 @@ def write(
     Raises RunError: on all ranks, if one fails.
     """
     writer = dcp.FileSystemWriter(folder, single_file_per_rank=True, sync_files=False, overwrite=True)
-    planner = _Planner(copied)
+    planner = _CopyPlanner(copied)
     first = meeting.rank == 0
     metadata: Metadata | None = None
 
@@ -282,7 +282,7 @@ def write(
     return [*written, folder / ".metadata"] if first else written
 
 
-class _Planner(DefaultSavePlanner):
+class _CopyPlanner(DefaultSavePlanner):
     """Takes the bytes from the copies."""
 
     def __init__(self, copied: Callable[[torch.Tensor], torch.Tensor]) -> None:

@@ -65,7 +65,7 @@ class Meetings:
         self.ranks = ranks
         self.timeout_s = timeout_s
         # A wait blocks its client. The background thread waits on one of its own, so that training is not blocked.
-        self._foreground, self._background = _Client(store), _Client(store)
+        self._foreground, self._background = _KeyClient(store), _KeyClient(store)
         self._number = 0
         self._over: list[RankMeeting] = []
 
@@ -77,7 +77,7 @@ class Meetings:
         """
         store = cast(Store, _get_default_store())
         rank = dist.get_rank()
-        number = _Client(store).call(lambda store: store.add(f"saves/made-by-{rank}", 1))
+        number = _KeyClient(store).call(lambda store: store.add(f"saves/made-by-{rank}", 1))
         prefixed = cast(Store, dist.PrefixStore(f"saves/{number}", cast(dist.Store, store)))
         return cls(prefixed, rank, dist.get_world_size(), timeout_s)
 
@@ -99,7 +99,7 @@ class Meetings:
 class RankMeeting:
     """See `Meetings.begin`. All ranks go through the same stages; an error in a stage ends the meeting."""
 
-    def __init__(self, of: Meetings, prefix: str, what: str, foreground: _Client, background: _Client) -> None:
+    def __init__(self, of: Meetings, prefix: str, what: str, foreground: _KeyClient, background: _KeyClient) -> None:
         self.rank, self.ranks, self.timeout_s = of.rank, of.ranks, of.timeout_s
         self._prefix = prefix
         self._what = what
@@ -143,7 +143,7 @@ class RankMeeting:
         """Fail the stage that this rank is in, and the next one, on all ranks. On any thread."""
         decision = f"rank {self.rank}: {_describe(error)}"
         with suppress(RunError, dist.DistError):
-            client = _Client(self._background._store)  # a waiting thread may block the other clients
+            client = _KeyClient(self._background._store)  # a waiting thread may block the other clients
             for stage in (self._stage, self._stage + 1):
                 key = f"{self._prefix}{stage}/decision"
                 client.call(partial(_decide, key, decision))
@@ -155,7 +155,7 @@ class RankMeeting:
             self._foreground.call(partial(_forget, key))
 
     @contextmanager
-    def _next(self, store: _Client, what: str, awaited: Iterable[int]) -> Iterator[_Stage]:
+    def _next(self, store: _KeyClient, what: str, awaited: Iterable[int]) -> Iterator[_Stage]:
         self._stage += 1
         try:
             yield _Stage(self, store, f"{self._prefix}{self._stage}/", f"{what} ({self._what})", awaited)
@@ -165,7 +165,7 @@ class RankMeeting:
             ) from error
 
 
-class _Client:
+class _KeyClient:
     """A client of the store whose calls time out.
 
     torch's own calls wait without limit for a server that hangs, and block the client for as long. Such a client is
@@ -206,7 +206,7 @@ class _Client:
 class _Stage:
     """One stage of a meeting, as one rank goes through it."""
 
-    def __init__(self, meeting: RankMeeting, store: _Client, prefix: str, what: str, awaited: Iterable[int]) -> None:
+    def __init__(self, meeting: RankMeeting, store: _KeyClient, prefix: str, what: str, awaited: Iterable[int]) -> None:
         self._rank, self._ranks, self._timeout_s = meeting.rank, meeting.ranks, meeting.timeout_s
         self._keys = meeting._keys
         self._store = store

@@ -178,9 +178,7 @@ class CheckpointDisk:
     # ---- afterwards
 
     def prune(self, saving: Iterable[int], extra: Sequence[Policy] = ()) -> tuple[list[PrunedStep], list[str]]:
-        """Move the checkpoints that no policy keeps to the trash; return them, and warnings. `empty_trash` frees the
-        bytes.
-        """
+        """Move checkpoints that no policy keeps to the trash; return them and warnings. Frees no bytes yet."""
         if self.root is None:
             return [], []
         now, saving = self.clock(), set(saving)
@@ -243,9 +241,7 @@ class CheckpointDisk:
                 (self.root / contents.STAGING).rmdir()
 
     def rebuild(self, make_book: Callable[[list[tuple[int, int, Kind]]], CommitBook], *, restarted: bool) -> Rebuilt:
-        """Put the folder in order and make the book of its state. Raises RunError if another run writes in the folder
-        now.
-        """
+        """Put the folder in order and make the book of its state. Raises RunError if another run writes in it."""
         if self.root is None:
             return Rebuilt(make_book([]), [], [], None)
         lock = lock_as_writer(self.root, self.writer)

@@ -233,8 +233,8 @@ def _write_weights(
     folder: Path,
     progress: Callable[[int, int], None] | None,
 ) -> tuple[str, str]:
-    """Write all files; return the digests of the weights as written and as on the wire, without `beside` and
-    `still`.
+    """Write all files; return the digests of the weights as written and as on the wire, both without `untrained` and
+    `tower`.
     """
     written, in_wire = [], []
     done, total = 0, sum(map(nbytes, infos.values()))

@@ -190,7 +190,7 @@ _INTEREST = {"running": 0, "starting": 0, "completed": 2, "not begun": 3}
 
 
 @dataclass(kw_only=True)
-class _Job:
+class _WatchedJob:
     now: Standing
     line: RunLine
 
@@ -211,7 +211,7 @@ class SweepWatch:
 
     def __init__(self, folder: Path, view: LiveView) -> None:
         self._folder, self._view = folder, view
-        self._jobs: dict[Path, _Job] = {}
+        self._jobs: dict[Path, _WatchedJob] = {}
         self._is_sweep = (folder / SETTINGS).is_file()
         jobs: list[tuple[str, ...]] | None = None  # overrides of the planned jobs; None: a search, which are unknown
         if self._is_sweep:
@@ -238,7 +238,7 @@ class SweepWatch:
         for folder in sorted(folders, key=job_order):
             now, before = _standing(folder), self._jobs.get(folder)
             ended = before is not None and before.now.stand == now.stand and not before.runs
-            jobs[folder] = before if before is not None and ended else _Job(now=now, line=run_line(folder))
+            jobs[folder] = before if before is not None and ended else _WatchedJob(now=now, line=run_line(folder))
         earlier, self._jobs = self._jobs, jobs
         for folder, job in jobs.items():
             stand = job.now.stand

@@ -472,7 +472,7 @@ _LENGTH_BYTES = 8
 _EMBEDDING = "embed_tokens.weight"
 
 
-class _DamagedError(Exception):
+class _DamagedFileError(Exception):
     """A file is damaged; the message has the reason."""
 
 
@@ -489,7 +489,7 @@ def weights_problems(folder: Path, fields: Mapping[str, object]) -> Iterator[Pro
         shapes: dict[str, Sequence[int]] = {}
         for file in files:
             shapes |= _shapes(file)
-    except _DamagedError as error:
+    except _DamagedFileError as error:
         yield Problem("model.path", f"is {folder}, whose {error}")
         return
     yield from _vocabulary_problems(folder, fields, shapes)
@@ -504,7 +504,7 @@ def tensor_shapes(folder: Path) -> list[Sequence[int]]:
     """Return the shapes of a model's weights; empty: they are in another format, or damaged."""
     try:
         return [shape for file in _files(folder) or () for shape in _shapes(file).values()]
-    except _DamagedError:
+    except _DamagedFileError:
         return []
 
 
@@ -518,13 +518,13 @@ def _files(folder: Path) -> list[Path] | None:
     try:
         body = json.loads(index.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise _DamagedError(f"{_INDEX} cannot be read: {error}") from error
+        raise _DamagedFileError(f"{_INDEX} cannot be read: {error}") from error
     named = body.get("weight_map") if isinstance(body, dict) else None
     if not isinstance(named, dict) or not all(isinstance(name, str) for name in named.values()):
-        raise _DamagedError(f"{_INDEX} has no weight_map, an object that names the file of each tensor")
+        raise _DamagedFileError(f"{_INDEX} has no weight_map, an object that names the file of each tensor")
     files = sorted(set(named.values()))
     if missing := [name for name in files if not (folder / name).is_file()]:
-        raise _DamagedError(
+        raise _DamagedFileError(
             f"{_INDEX} names {missing[0]}, which is not there ({len(missing)} of {len(files)} files are missing); "
             "fetch the whole model"
         )
@@ -538,15 +538,15 @@ def _shapes(file: Path) -> dict[str, Sequence[int]]:
             size = os.fstat(opened.fileno()).st_size
             length = int.from_bytes(opened.read(_LENGTH_BYTES), "little")
             if not 0 < length <= size - _LENGTH_BYTES:
-                raise _DamagedError(f"{file.name} is not a safetensors file, or is truncated: it has {size} bytes")
+                raise _DamagedFileError(f"{file.name} is not a safetensors file, or is truncated: it has {size} bytes")
             header = json.loads(opened.read(length))
         tensors = {name: entry for name, entry in header.items() if name != "__metadata__"}
         wanted = _LENGTH_BYTES + length + max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
         if size != wanted:
-            raise _DamagedError(f"{file.name} has {size} bytes, but by its header {wanted}; fetch it again")
+            raise _DamagedFileError(f"{file.name} has {size} bytes, but by its header {wanted}; fetch it again")
         return {name: entry["shape"] for name, entry in tensors.items()}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError) as error:
-        raise _DamagedError(f"{file.name} cannot be read: {type(error).__name__}: {error}") from error
+        raise _DamagedFileError(f"{file.name} cannot be read: {type(error).__name__}: {error}") from error
 
 
 def _vocabulary_problems(

@@ -239,8 +239,8 @@ def only_trusted_places(trust: Trust) -> Iterator[None]:
 
 @contextmanager
 def only_trusted(overrides: Sequence[str], trust: Trust) -> Iterator[None]:
-    """Within the block, Hydra refuses to compose settings that do more than all settings may or than the user vouches
-    for; the same for the places of option files.
+    """Within the block, Hydra refuses settings, and places of option files, that are neither allowed for every run nor
+    trusted by the user.
     """
     ours = _shipped()
 

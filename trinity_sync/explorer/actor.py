@@ -299,9 +299,7 @@ class Follower:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Wait for a running load and prevent the next in the block. Raises LoadFailed if a load has destroyed the
-        weights.
-        """
+        """Wait for a running load, prevent the next in the block. Raises LoadFailed if one destroyed the weights."""
         with self._loading:
             if self._error is not None:
                 raise self._error

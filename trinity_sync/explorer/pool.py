@@ -124,8 +124,8 @@ class ExplorerPool:
         return client
 
     def start(self) -> None:
-        """Begin to build all engines. The model's folder exists by then. Does not wait for them, `attach` does; but a
-        while for explorers of the attempt before.
+        """Start all engines, without waiting for them (`attach` waits). The model's folder must exist. Waits up to
+        `_REJOIN_S` for explorers of the previous attempt.
         """
         self._members |= {name: RoundMember.new(name) for name in self._kept}
         self._starting = {

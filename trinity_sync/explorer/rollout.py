@@ -157,7 +157,7 @@ class FreeRollout:
 
     Args:
         position: `position` of an earlier attempt; None: begin with the prompts of `first`.
-        timeout_s: limit of the trainer's wait without any delivery, seconds.
+        explorer_timeout_s: limit of the trainer's wait without any delivery, seconds.
         on_load: called with each load, on an explorer's thread.
         on_fault: called with each lost explorer and each failed load: (where, error).
         group_filter: tells which groups are flat, where `rules` count them; None: none is.
@@ -175,7 +175,7 @@ class FreeRollout:
         judge: Judge,
         first: int,
         position: SavedPosition | None,
-        timeout_s: float,
+        explorer_timeout_s: float,
         on_load: Callable[[LoadReport], None],
         on_fault: Callable[[str, str], None],
         group_filter: GroupFilter | None = None,
@@ -190,7 +190,7 @@ class FreeRollout:
         self._rules = rules
         self._samples_per_prompt = samples_per_prompt
         self._judge = judge
-        self._timeout_s = timeout_s
+        self._timeout_s = explorer_timeout_s
         self._on_load = on_load
         self._on_fault = on_fault
         self._queue: GroupQueue[_Piece] = GroupQueue(rules, first, time.monotonic, position)

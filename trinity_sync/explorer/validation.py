@@ -101,7 +101,7 @@ class VersionValidations:
         settings: see `ValidationSettings`; `at_a_time` is for one explorer.
         begins_with: step of the version that the run begins with.
         keep: lease a version until it is validated, not only until it is loaded: there are slots enough.
-        timeout_s: limit of a wait without any progress, seconds.
+        explorer_timeout_s: limit of a wait without any progress, seconds.
         on_fault: called with each loss and each retry: (where, error).
     """
 
@@ -115,7 +115,7 @@ class VersionValidations:
         attempt: int,
         synchronizer: SynchronizerClient,
         keep: bool,
-        timeout_s: float,
+        explorer_timeout_s: float,
         on_load: Callable[[LoadReport], None],
         on_fault: Callable[[str, str], None],
     ) -> None:
@@ -126,7 +126,7 @@ class VersionValidations:
         self._attempt = attempt
         self._synchronizer = synchronizer
         self._keep = keep
-        self._timeout_s = timeout_s
+        self._timeout_s = explorer_timeout_s
         self._on_load = on_load
         self._on_fault = on_fault
         self._reader = RoundMember.new("validation")

@@ -552,7 +552,7 @@ def agent_config(cfg: Config, infos: Sequence[RankInfo], run_key: str, fallback:
         log_dir=log_dir,
         transport=cfg.sync.transport,
         secret=secrets.token_bytes(SECRET_BYTES),
-        timeout_s=cfg.sync.limit_s,
+        sync_timeout_s=cfg.sync.limit_s,
         brings=sizes if mode.agents_bring_parts else {},
     )
 

@@ -59,7 +59,7 @@ _LOOKED_AT = ("workload", "backend", "model", "task", "explorer", "sync", "clust
 
 
 @dataclass
-class _Session:
+class _MainState:
     """The state of one call of `run_main`, shared by Hydra's calls of `job`."""
 
     resume: Resume | None = None  # how the one job is resumed; None: it is new
@@ -83,7 +83,7 @@ class _Session:
             self.made.take_back()
 
 
-_session = _Session()
+_session = _MainState()
 
 
 @safe_streams()
@@ -100,7 +100,7 @@ def run_main(
     line wrong (a sweep: of all jobs); 130: interrupted.
     """
     global _session
-    _session = _Session(resume=resume, until=until)
+    _session = _MainState(resume=resume, until=until)
     try:
         line = CommandLine.read(sys.argv[1:] if arguments is None else arguments, typed=typed)
         options, _ = hydra_internals.get_args_parser().parse_known_args(line.arguments)

@@ -185,7 +185,7 @@ class Healing:
             return False
         if isinstance(error, Unanswered):
             return self._worked and error.seconds >= self._silent_s
-        # what does not come up in time at the first start may never do, as with too few processors
+        # a process that misses its first start may never start, for example with too few processors
         return isinstance(error, ProcessLost) and (self._worked or not isinstance(error, WaitTimeout))
 
     def heals(self, error: BaseException | None) -> bool:
@@ -205,7 +205,7 @@ class Healing:
     def next(self, resume: Resume) -> Resume:
         """Return how the next attempt resumes, after one that was started by `resume`."""
         self._judged = None  # it refers to all that the attempt has used
-        # until there is a newer checkpoint, the one that the user wants to leave would be found again
+        # without a newer checkpoint, the resume would find the one that the user asked to skip
         return replace(resume, from_scratch=False, skip_unreadable=False) if self._saved else resume
 
     def event(self, step: int) -> HealEvent | None:

@@ -1,5 +1,5 @@
-"""Explorers that live on when an attempt of a run fails, for its next attempt in this program (`healing`): an engine
-may take longest to start. Only where the run has a Ray of its own, which stays, too.
+"""Keeps explorers alive between a failed attempt and the next attempt of the same program (`healing`), because an
+engine is slow to start. Only with a local Ray, which is kept as well.
 """
 
 from __future__ import annotations

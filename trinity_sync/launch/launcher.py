@@ -69,9 +69,7 @@ _TIDY_S = 1.0
 
 
 class Healer(Protocol):
-    """Decides whether another attempt follows one that has failed; `healing.Healing`. `kept`: explorers that live on
-    until then.
-    """
+    """Decides whether another attempt follows a failed one; `healing.Healing`. `kept`: explorers kept until then."""
 
     kept: KeptExplorers
 

@@ -293,7 +293,7 @@ def version_validations_of(
         attempt=recorder.attempt,
         synchronizer=synchronizer,
         keep=cfg.sync.slots > _LEAST_SLOTS,
-        timeout_s=pool.work_limit(cfg.cluster.start_timeout_s),
+        explorer_timeout_s=pool.work_limit(cfg.cluster.start_timeout_s),
         on_load=partial(record_load, recorder),
         on_fault=recorder.fault,
     )
@@ -333,7 +333,7 @@ def free_data(
         judge=groups.judge,
         first=start.step + 1,
         position=saved,
-        timeout_s=pool.work_limit(cfg.cluster.start_timeout_s),
+        explorer_timeout_s=pool.work_limit(cfg.cluster.start_timeout_s),
         on_load=partial(record_load, recorder),
         on_fault=recorder.fault,
         group_filter=group_filter,

@@ -1,5 +1,5 @@
-"""The driver's part in `--supervise`: the command becomes a supervisor (`host.supervisor`) that starts it again as its
-child, which notes how its run goes on where it dies.
+"""The driver's part of `--supervise`. The command replaces itself with a supervisor (`host.supervisor`), which starts
+the command again as a child. The child writes down how to resume its run if it dies.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ def driver() -> SupervisedDriver | None:
 
 
 def supervised(*, resumes: bool, others: Mapping[str, object]) -> None:
-    """Go on as a supervised driver, which the supervisor that this process becomes starts. `resumes`: the command is a
-    resume, so that the same command goes on after a death. `others`: values of arguments with which there is nothing to
-    go on with. Raises ConfigError: one of these is given, or this program has had a run.
+    """Continue as a supervised driver. In the first process this does not return: the process becomes the supervisor,
+    which starts the command again. `resumes`: the command is a resume, so it is repeated after a death. `others`:
+    arguments that exclude `--supervise`. Raises ConfigError: one of these is given, or this program has had a run.
     """
     global _driver
     if _has_run or _driver is not None:  # a supervisor would start this program again, and with it the run before

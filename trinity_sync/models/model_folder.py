@@ -53,7 +53,7 @@ def left_out(folder: Path, model: PreTrainedModel, saved: Mapping[str, Saved]) -
     absent = sorted(
         name
         for name in saved.keys() - stored.keys()
-        if (place := places[name]) is None or filled.isdisjoint((place, _Place(place.held)))
+        if (place := places[name]) is None or filled.isdisjoint((place, _TensorPlace(place.held)))
     )
     absent = _but(absent, model._keys_to_ignore_on_load_missing or ())
     if absent:
@@ -95,14 +95,14 @@ def _stored(folder: Path) -> dict[str, Path]:
     return stored
 
 
-class _Place(NamedTuple):
+class _TensorPlace(NamedTuple):
     """The place into which transformers loads a stored tensor."""
 
     held: int  # id of the model's tensor; tied ones are one
     part: str | None = None  # name of the part of it, if it is fused from several
 
 
-def _places(names: Iterable[str], model: PreTrainedModel) -> dict[str, _Place | None]:
+def _places(names: Iterable[str], model: PreTrainedModel) -> dict[str, _TensorPlace | None]:
     """Return the place of each stored tensor, by transformers' own tables; None: it would not be loaded."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
@@ -112,20 +112,20 @@ def _places(names: Iterable[str], model: PreTrainedModel) -> dict[str, _Place | 
     renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]
     converters = [entry for entry in table if isinstance(entry, WeightConverter)]
 
-    def place(name: str) -> _Place | None:
+    def place(name: str) -> _TensorPlace | None:
         held, converted = rename_source_key(name, renamings, converters, prefix, state)
         if held not in state:  # as transformers does
             held, converted = rename_source_key(name, [], [], prefix, state)
         if held not in state:
             return None
         part = None if converted is None else rename_source_key(name, renamings, [])[0].removeprefix(f"{prefix}.")
-        return _Place(id(state[held]), part)
+        return _TensorPlace(id(state[held]), part)
 
     return {name: place(name) for name in names}
 
 
 def _check_equal(
-    folder: Path, model: PreTrainedModel, stored: Mapping[str, Path], places: Mapping[str, _Place | None]
+    folder: Path, model: PreTrainedModel, stored: Mapping[str, Path], places: Mapping[str, _TensorPlace | None]
 ) -> None:
     """Check that stored copies of one tensor of the model have the same values; reads them."""
     from safetensors import safe_open
@@ -136,7 +136,7 @@ def _check_equal(
             tensor: Tensor = opened.get_tensor(name)
         return tensor
 
-    first: dict[_Place, str] = {}
+    first: dict[_TensorPlace, str] = {}
     for name in sorted(stored):
         place = places[name]
         if place is None or first.setdefault(place, name) == name:

@@ -47,9 +47,7 @@ class StatusBook:
         return self._trainer == STOPPED
 
     def trainer_requires_sync(self) -> bool | None:
-        """Return whether the trainer waits for explorers; None: it has stopped. A trainer that never reported does not
-        wait.
-        """
+        """Return whether the trainer waits for explorers; None: it has stopped. False if it never reported."""
         if self._trainer == STOPPED and self._trainer_spoke:
             return None
         return self._trainer == REQUIRES_SYNC

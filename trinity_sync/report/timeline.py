@@ -83,7 +83,7 @@ class Window:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Drawing:
+class _LaneChart:
     """A window of the lanes, in pixels; `started` is the zero of the axis, in Unix seconds."""
 
     window: Window
@@ -240,9 +240,9 @@ def windows(lanes: dict[str, list[TimelineSpan]], since: float | None = None) ->
         yield Window(title=title, begin=around[0].begin, end=around[-1].end)
 
 
-def _picture(lanes: dict[str, list[TimelineSpan]], window: Window, started: float) -> _Drawing:
+def _picture(lanes: dict[str, list[TimelineSpan]], window: Window, started: float) -> _LaneChart:
     shown = {who: span_rows(_inside(spans, window)) for who, spans in lanes.items()}
-    return _Drawing(window=window, lanes={who: rows or [[]] for who, rows in shown.items()}, started=started)
+    return _LaneChart(window=window, lanes={who: rows or [[]] for who, rows in shown.items()}, started=started)
 
 
 def _inside(spans: Sequence[TimelineSpan], window: Window) -> list[TimelineSpan]:

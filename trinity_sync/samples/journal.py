@@ -199,9 +199,9 @@ class Journal:
     # -- free
 
     def go_on(self, step: int, is_open: Callable[[GroupId], bool]) -> tuple[dict[int, Taken], dict[GroupId, Finished]]:
-        """Return what a run that goes on after a step has: the groups of each of the next steps, as far as they are
-        known without a gap, and all finished groups. What belongs to steps that are not repeated is left out, for good.
-        `is_open`: tells whether a group was not trained on up to this step.
+        """Return what a run that resumes after `step` reuses: the groups of each following step, up to the first gap,
+        and all finished groups. Samples made by versions after that gap are dropped for good. `is_open`: tells whether
+        a group was not trained on up to `step`.
         """
         with self._held():
             last, taken = step, dict[int, Taken]()
@@ -340,7 +340,7 @@ class Journal:
             self._tell(f"{file.path} is damaged after {file.nbytes} bytes ({error}); what follows is generated again")
         return True
 
-    def _write(self, kind: _Kind, head: Mapping[str, object], columns: Sequence[_Column] = ()) -> _RecordPlace | None:
+    def _write(self, kind: _Kind, head: Mapping[str, object], columns: Sequence[_Blob] = ()) -> _RecordPlace | None:
         if self._stopped:
             return None
         if columns:
@@ -428,18 +428,18 @@ class StepJournal(NamedTuple):
 # Records.
 
 
-class _Column(NamedTuple):
+class _Blob(NamedTuple):
     name: str
     data: bytes
 
 
-def _record(kind: _Kind, head: object, columns: Sequence[_Column] = ()) -> bytes:
+def _record(kind: _Kind, head: object, columns: Sequence[_Blob] = ()) -> bytes:
     text = json.dumps(head, separators=(",", ":")).encode()
     body = b"".join([_LENGTH.pack(len(text)), text, *(column.data for column in columns)])
     return _HEADER.pack(_MAGIC, kind, len(body), xxh3_128_digest(body)) + body
 
 
-class _Record(NamedTuple):
+class _JournalRecord(NamedTuple):
     kind: bytes
     head: Mapping[str, object]
     arrays: memoryview
@@ -447,7 +447,7 @@ class _Record(NamedTuple):
     nbytes: int  # of the whole record
 
 
-def _records(content: bytes) -> Iterator[_Record]:
+def _records(content: bytes) -> Iterator[_JournalRecord]:
     """Yield the records of a file. Raises ValueError at one that is torn or damaged."""
     at = 0
     while at < len(content):
@@ -462,7 +462,7 @@ def _records(content: bytes) -> Iterator[_Record]:
             raise ValueError("a record has another digest")
         (length,) = _LENGTH.unpack_from(body)
         head = json.loads(bytes(body[_LENGTH.size : _LENGTH.size + length]))
-        yield _Record(kind, head, body[_LENGTH.size + length :], at, _HEADER.size + nbytes)
+        yield _JournalRecord(kind, head, body[_LENGTH.size + length :], at, _HEADER.size + nbytes)
         at = start + nbytes
 
 
@@ -493,15 +493,15 @@ _ARRAYS = {
 _PART = "part:"
 
 
-def _columns(batch: SampleBatch) -> list[_Column]:
+def _columns(batch: SampleBatch) -> list[_Blob]:
     """Return a batch as bytes by column."""
-    columns = [_Column(name, getattr(batch, name).astype(dtype).tobytes()) for name, dtype in _ARRAYS.items()]
-    columns += [_Column(_PART + name, values.astype(np.float64).tobytes()) for name, values in batch.parts.items()]
+    columns = [_Blob(name, getattr(batch, name).astype(dtype).tobytes()) for name, dtype in _ARRAYS.items()]
+    columns += [_Blob(_PART + name, values.astype(np.float64).tobytes()) for name, values in batch.parts.items()]
     for name, rows in (("prompt_rows", batch.prompt_rows), ("responses", batch.responses)):
-        columns += [_Column(name, rows.ids.tobytes()), _Column(f"{name}:ends", rows.offsets.tobytes())]
-    columns += [_Column("spans", batch.spans.rows.tobytes()), _Column("spans:ends", batch.spans.offsets.tobytes())]
+        columns += [_Blob(name, rows.ids.tobytes()), _Blob(f"{name}:ends", rows.offsets.tobytes())]
+    columns += [_Blob("spans", batch.spans.rows.tobytes()), _Blob("spans:ends", batch.spans.offsets.tobytes())]
     for name, texts in (("texts", batch.texts), ("errors", batch.errors), ("explorers", batch.explorers.tolist())):
-        columns.append(_Column(name, json.dumps(list(texts)).encode()))
+        columns.append(_Blob(name, json.dumps(list(texts)).encode()))
     return columns
 
 

@@ -151,7 +151,7 @@ class GroupQueue(Generic[T]):
         return group in self._waiting or group >= self._next
 
     def reserve(self, groups: Collection[GroupId]) -> None:
-        """Take open groups that an earlier attempt has finished out of those to generate. Called before `hand_out`."""
+        """Exclude open groups that an earlier attempt finished from generation. Called before `hand_out`."""
         self._repeated = {*groups}
         last = max(groups, default=None)
         while last is not None and self._next <= last:
@@ -159,13 +159,13 @@ class GroupQueue(Generic[T]):
         self._waiting = sorted({*self._waiting} - self._repeated)
 
     def repeat(self, groups: Iterable[GroupId]) -> None:
-        """Do an update with groups of `reserve`, as an earlier attempt did."""
+        """Repeat an update of an earlier attempt, with reserved groups."""
         self._repeated.difference_update(groups)
         self._starved_since = None
         self.step += 1
 
     def restore(self, group: GroupId, version_step: int, samples: T, *, flat: bool = False) -> None:
-        """Deliver a group of `reserve`."""
+        """Accept a reserved group from the journal."""
         self._repeated.discard(group)
         heapq.heappush(self._waiting, group)
         self.deliver(group, version_step, samples, flat=flat)

@@ -43,9 +43,9 @@ class TorchGroup(Protocol):
 
 
 def make_group(store: Store, rank: int, size: int, transport: str, timeout_s: float) -> TorchGroup:
-    """Enter a group of ``gloo`` or ``nccl``. NCCL's members meet in the first broadcast. Of gloo it returns when all
-    have entered: they connect to each other, which one that left before would break off. From then on nobody speaks
-    to the store.
+    """Enter a group of ``gloo`` or ``nccl``. NCCL's members meet in the first broadcast. With gloo it returns once all
+    members have connected to each other: a member that left earlier would break the connections of the others. Gloo
+    does not use the store afterwards.
 
     Args:
         timeout_s: timeout of each operation, seconds.

@@ -92,8 +92,8 @@ class VersionDeltas:
     def encode(
         self, sealed: Sealed, folder: Path | None = None, *, pays: bool, durable: bool = False
     ) -> list[WrittenDelta] | None:
-        """Have the deltas to a version made, none to the first one or where none `pays`: in files of a folder, or kept
-        by the agents. None: they cannot be made, and the version has to be published in full.
+        """Have the agents encode a version against the one before, into files of `folder` or into memory. Returns none
+        for the first version and if not `pays`; None if encoding failed, and the version must be published in full.
         """
         if self._before is None:
             return []
@@ -118,8 +118,8 @@ class VersionDeltas:
         return [one for of_node in found for one in of_node]
 
     def encode_from(self, base: Version, weights: Path, sealed: Sealed, folder: Path, *, durable: bool) -> int | None:
-        """Have the deltas from a version in files to that of the last `encode` made, in files of a folder; return their
-        bytes. None: they cannot be made.
+        """Have the agents encode the version of the last `encode` against version `base`, whose files are in `weights`,
+        into `folder`. Returns the bytes written; None if an agent reports an error.
         """
         given = sealed.slot, base, str(weights), str(folder), self._how
         calls = [self._side.agents[node].encode_from_base(*given, fsync=durable) for node in nodes_of(sealed.parts)]
@@ -240,8 +240,8 @@ class KeptDeltas:
 def shared_deltas(
     agents: Mapping[str, AgentClient], version: Version, held: Version, parts: Mapping[str, PartInfo], timeout_s: float
 ) -> dict[str, list[SharedDelta]] | None:
-    """Return the deltas of all parts from a held version to another, which the agents keep; None: there are not all, or
-    they have as many bytes as the version.
+    """Return the deltas that lead from version `held` to `version`, by part; None if an agent lacks one, or if they are
+    not smaller than the version.
     """
     calls = [agents[node].share_deltas(version, held) for node in nodes_of(parts)]
     found = {part: one for of_node in results(calls, timeout_s * _FETCH_SHARE) for part, one in of_node.items()}
@@ -250,8 +250,8 @@ def shared_deltas(
 
 
 def fetch_delta(shared: SharedDelta, who: str, timeout_s: float) -> memoryview:
-    """Fetch a delta that an agent keeps; a node fetches it once. DeltaError: it does not come, as one that Ray has lost
-    on a disk, of which Ray says nothing.
+    """Fetch a delta from an agent's node; each node fetches it once. Raises DeltaError on an error or a timeout: Ray
+    reports no error for an object that it lost on disk.
     """
     assert shared.reference is not None, "it is handed out with its reference"
     fetching: Call[np.ndarray] = Call(shared.reference, who, f"send a delta from version {shared.start}")

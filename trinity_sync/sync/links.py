@@ -39,7 +39,7 @@ class SenderAddress(NamedTuple):
     key: bytes
 
 
-class _Receiver:
+class _ReceiverState:
     """A receiver, as a sender sees it."""
 
     def __init__(self, name: str, connection: Connection) -> None:
@@ -71,7 +71,7 @@ class Hub:
 
     def __init__(self, host: str, timeout_s: float) -> None:
         self._timeout_s = timeout_s
-        self._receivers: list[_Receiver] = []
+        self._receivers: list[_ReceiverState] = []
         self._connected: SimpleQueue[tuple[int, Connection] | None] = SimpleQueue()
         key = secrets.token_bytes(SECRET_BYTES)
         try:
@@ -98,7 +98,7 @@ class Hub:
             raise
         finally:
             self._stop_listening()
-        self._receivers = [_Receiver(name, met[index]) for index, name in enumerate(receivers)]
+        self._receivers = [_ReceiverState(name, met[index]) for index, name in enumerate(receivers)]
 
     def _next(self, late: str, until: float) -> tuple[int, Connection]:
         try:
@@ -172,7 +172,7 @@ class Hub:
             receiver.connection.close()
         self._receivers = []
 
-    def _wait(self, reached: Callable[[_Receiver], bool], what: str, timeout_s: float) -> None:
+    def _wait(self, reached: Callable[[_ReceiverState], bool], what: str, timeout_s: float) -> None:
         until = time.monotonic() + timeout_s
         while late := [receiver for receiver in self._receivers if not reached(receiver)]:
             if not self._read(max(until - time.monotonic(), 0.0)):
@@ -188,7 +188,7 @@ class Hub:
                 self._read_from(receiver)
         return bool(ready)
 
-    def _read_from(self, receiver: _Receiver) -> None:
+    def _read_from(self, receiver: _ReceiverState) -> None:
         try:
             message: FromReceiver = receiver.connection.receive(self._timeout_s)
         except TimeoutError:

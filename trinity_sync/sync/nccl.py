@@ -189,7 +189,7 @@ class NcclPublisher:
             explorers=[name for explorer in explorers.values() for name in explorer.receivers],
             transport=self._transport,
             cut="tensor" if all(info.buckets is None for info in sealed.parts.values()) else "bucket",
-            timeout_s=limit,
+            sync_timeout_s=limit,
             nbytes=[
                 sum(one.nbytes for one in deltas[part]) if deltas else sealed.parts[part].nbytes for part in senders
             ],
@@ -239,7 +239,9 @@ def _pieces_to_send(broadcast: Broadcast, part: str, layout: PartLayout, segment
     if broadcast.base is None:
         staged = byte_tensor(layout.view(segment))
         return [staged[start:stop] for start, stop in layout.pieces(broadcast.cut)]
-    found = [fetch_delta(one, f"the node agent with {part}", broadcast.timeout_s) for one in broadcast.deltas[part]]
+    found = [
+        fetch_delta(one, f"the node agent with {part}", broadcast.sync_timeout_s) for one in broadcast.deltas[part]
+    ]
     return [piece for data in found for piece in byte_tensor(data).split(layout.bucket_bytes)]
 
 
@@ -473,18 +475,18 @@ def _join(broadcast: Broadcast, sender: int, rank: int, piece_bytes: int) -> Bro
     """
     from torch.distributed import PrefixStore
 
-    store = _connect(broadcast.host, broadcast.port, broadcast.timeout_s)
+    store = _connect(broadcast.host, broadcast.port, broadcast.sync_timeout_s)
     prefix = broadcast.prefix(sender)
     size = 1 + len(broadcast.explorers)
     if store.add(f"{prefix}joined", 1) == size:
         store.compare_set(f"{prefix}decision", "", "go")
     # A sender waits for explorers that receive from those before it, an explorer for others with the last of these.
     before = sum(broadcast.nbytes[:sender]) if rank == 0 else sum(broadcast.nbytes[max(0, sender - 1) : sender])
-    with limited(limit_s := grown(broadcast.timeout_s, before)):
+    with limited(limit_s := grown(broadcast.sync_timeout_s, before)):
         store.wait([f"{prefix}decision"], timedelta(seconds=limit_s))
     if store.get(f"{prefix}decision") != b"go":
         raise RunError(f"the round for version {broadcast.version} was given up")
-    limit_s = grown(broadcast.timeout_s, min(broadcast.nbytes[sender], _AHEAD * piece_bytes))
+    limit_s = grown(broadcast.sync_timeout_s, min(broadcast.nbytes[sender], _AHEAD * piece_bytes))
     return enter(PrefixStore(f"{prefix}group", store), rank, size, broadcast.transport, limit_s)
 
 

@@ -84,7 +84,7 @@ class AgentConfig:
     log_name: str = "node-agent"
     transport: str = "auto"  # of parts from other nodes (`sync.transport`): ``tcp``, ``ray``, else both
     secret: bytes | None = field(default=None, repr=False)  # of the run's agents; None: ``ray``
-    timeout_s: float = 60.0  # for a part from another node; a `WaitLimit` grows with its bytes
+    sync_timeout_s: float = 60.0  # for a part from another node; a `WaitLimit` grows with its bytes
     brings: Mapping[str, int] = field(default_factory=dict)  # parts that its explorers read, of all nodes -> bytes
 
 
@@ -120,8 +120,8 @@ class NodeAgent:
         self._rows: dict[Version, list[RowDigests]] = {}
         self._contributed: dict[Version, set[str]] = {}
         self._tensors: dict[Version, dict[str, bytes]] = {}
-        stall_s = min(_STALL_S, config.timeout_s / 4)  # besides the time for a piece
-        stall_s = grown(config.timeout_s, PIECE_BYTES, more_s=stall_s - config.timeout_s)
+        stall_s = min(_STALL_S, config.sync_timeout_s / 4)  # besides the time for a piece
+        stall_s = grown(config.sync_timeout_s, PIECE_BYTES, more_s=stall_s - config.sync_timeout_s)
         who = f"the agent of node {self._node}"
         self._server = PieceServer(ray.util.get_node_ip_address(), config.secret, who, stall_s)
         self._brought = BroughtParts(self._transports(stall_s), self._make_slots)
@@ -298,7 +298,7 @@ class NodeAgent:
         if config.transport != "ray" and config.secret is not None:
             found.append(PieceTransport(self._server, config.secret, stall_s))
         if config.transport != "tcp":
-            found.append(ObjectTransport(config.timeout_s))
+            found.append(ObjectTransport(config.sync_timeout_s))
         return found
 
     def _make_slots(self, part: str, nbytes: int) -> SlotArena:

@@ -81,9 +81,7 @@ class RunState:
         self._timed: deque[_TimedStep] = deque(maxlen=_TIMED_STEPS)
 
     def take(self, line: events.LogLine, now: float) -> None:
-        """Take an event, or the metrics of a step; unknown lines are ignored. `now`: Unix seconds, for a line without a
-        time.
-        """
+        """Take an event or the metrics of a step, if known. `now`: Unix seconds, for a line without a time."""
         at = events.line_time(line)
         at = now if at is None else at
         attempt = line.attempt if isinstance(line, events.Event) else line.get("attempt")

@@ -307,7 +307,7 @@ class _SaveFailed(RunError):  # noqa: N818 - the name states the event
 
 
 class WeightSaves:
-    """Weights-only checkpoints of the checkpoint sync mode (`sync.checkpoint.StateDictStore`). `durable`: make the
+    """Weights-only checkpoints of the checkpoint sync mode (`sync.base.StateDictStore`). `durable`: make the
     commits survive a power cut (`sync.durable`).
     """
 

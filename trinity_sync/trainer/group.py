@@ -130,7 +130,7 @@ class TrainerRank:
         self._worker_class()
 
     def make_model(self, architecture: Mapping[str, object], seed: int, folder: str) -> None:
-        """Write the initial model of the run; see `make_model` of the factory."""
+        """Write the initial model of the run; see `BackendOption.make_model`."""
         self._spec.backend.make_model(self._spec.engine, architecture, seed, Path(folder))
 
     def initialise(self) -> RankInfo:

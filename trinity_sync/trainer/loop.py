@@ -210,9 +210,7 @@ def pair_batch(encoder: PairEncoder, examples: Examples) -> PairBatch:
 
 
 class PairsData:
-    """A step's batch is the task's examples for it. `task`: gives pairs or conversations. `encoder`: makes tokens of
-    them.
-    """
+    """A step's batch is the task's examples for it. `task`: gives pairs or conversations. `encoder`: makes tokens."""
 
     def __init__(self, task: SupervisedTask, encoder: PairEncoder, numbering: Numbering) -> None:
         self._task = task

@@ -81,10 +81,10 @@ class Member:
         paths: dict[int, str],
         synchronizer: SynchronizerClient,
         make_coordinator: Callable[..., CheckpointCoordinator],
-        timeout_s: float,
+        save_timeout_s: float,
     ) -> None:
-        """Connect to the node's agent, its slots, the synchronizer and the checkpoint monitor. `timeout_s`: limit of
-        the waits for a background save, seconds.
+        """Connect to the node's agent, its slots, the synchronizer and the checkpoint monitor. `save_timeout_s`: limit
+        of the waits for a background save, seconds.
         """
         # The call ends when this process dies. A death in a free run may interrupt no other call.
         self._lifeline = synchronizer.lifeline()
@@ -100,10 +100,10 @@ class Member:
             self._segments,
             agent,
             self._part,
-            timeout_s=synchronizer.timeout_s,
+            sync_timeout_s=synchronizer.timeout_s,
         )
         coordinator = make_coordinator(node_id=ray.get_runtime_context().get_node_id(), job_id=f"rank-{self._rank}")
-        meetings = Meetings.of_default_group(timeout_s)
+        meetings = Meetings.of_default_group(save_timeout_s)
         if self._spec.backend.writes_own_files:
             backend = cast("SelfWritingBackend", self._backend)
             self._saver = BackendSaver(backend, coordinator, meetings, self._part, lazy=self._spec.lazy_snapshot)
@@ -176,7 +176,7 @@ class Member:
 
 class WeightStager:
     """Stages versions of one rank. `segments`: slot -> this rank's bytes in it; empty for a rank that holds nothing of
-    its own. `timeout_s`: limit of the wait for a copy, seconds.
+    its own. `sync_timeout_s`: limit of the wait for a copy, seconds.
     """
 
     def __init__(
@@ -187,14 +187,14 @@ class WeightStager:
         agent: AgentClient,
         part: str,
         *,
-        timeout_s: float,
+        sync_timeout_s: float,
     ) -> None:
         self._backend = backend
         self._layout = layout
         self._segments = segments
         self._agent = agent
         self._part = part
-        self._timeout_s = grown(timeout_s, layout.nbytes)
+        self._sync_timeout_s = grown(sync_timeout_s, layout.nbytes)
         self._may_be_lazy = backend.deadline == "optimizer_step"
         self._lock = threading.Lock()
         self._copied = threading.Event()
@@ -235,8 +235,8 @@ class WeightStager:
             if self._copied.is_set():
                 return
             self._blocked_since = time.perf_counter()
-        if not self._copied.wait(self._timeout_s):
-            raise WaitTimeout("the snapshot", f"copy the weights of {self._part}", self._timeout_s)
+        if not self._copied.wait(self._sync_timeout_s):
+            raise WaitTimeout("the snapshot", f"copy the weights of {self._part}", self._sync_timeout_s)
 
     def _copy(
         self, version: Version, slot: int, sources: Sources, after: torch.cuda.Event | None, blocked: float

@@ -372,7 +372,7 @@ def plan_load(layout: PartLayout, pieces: list[tuple[int, int]], matrices: Mappi
     return LoadPlan(layout.digest, pieces, copies, destinations)
 
 
-class _Run(NamedTuple):
+class _ByteRun(NamedTuple):
     """Bytes that are contiguous in the segment and in the destination."""
 
     start: int  # byte in the segment
@@ -427,14 +427,14 @@ class _Cutter:
         return self._matrix.is_contiguous() and (rect.cols == self._cols or rect.rows == 1)
 
     @cached_property
-    def _runs(self) -> list[_Run]:
-        runs: list[_Run] = []
+    def _runs(self) -> list[_ByteRun]:
+        runs: list[_ByteRun] = []
         for rect in filter(self._is_flat, self._shard.rects):
             start, first = self._offset + rect.offset, rect.row * self._cols + rect.col
             last = first + rect.rows * rect.cols
             if runs and runs[-1].last == first and runs[-1].start + (first - runs[-1].first) * self._size == start:
                 start, first, _ = runs.pop()
-            runs.append(_Run(start, first, last))
+            runs.append(_ByteRun(start, first, last))
         return runs
 
     def _block(self, start: int, block: torch.Tensor, row: int) -> Iterator[Copy]:

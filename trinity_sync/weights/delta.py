@@ -2,8 +2,8 @@
 
 A shard is a flat array of unsigned integers that hold the bits of its elements, so every bit pattern survives: NaN, -0,
 denormals. A delta names the digests of its base and of its result and has a checksum, so a wrong base or a damaged
-delta is found before anything is written. Each delta stands alone; `apply_chain` applies several. `choose` picks the
-codec. docs/delta.md has the format, byte by byte.
+delta is found before anything is written. Each delta stands alone; `apply_chain` applies several. docs/delta.md has the
+format, byte by byte.
 """
 
 from __future__ import annotations

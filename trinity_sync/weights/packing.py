@@ -22,7 +22,7 @@ from trinity_sync.weights.tensors import byte_tensor, from_torch, to_torch, torc
 BUCKET_BYTES = 64 << 20
 
 
-class _Bucket:
+class _OpenBucket:
     """The bucket that is being filled."""
 
     def __init__(self, most: int) -> None:
@@ -93,7 +93,7 @@ def pack_shards(
     bucket, after the caller is done with the one before.
     """
     room: torch.Tensor | None = None
-    bucket = _Bucket(bucket_bytes)
+    bucket = _OpenBucket(bucket_bytes)
     seen: set[str] = set()
     for shard, tensor in shards:
         if shard.name in seen:
@@ -127,7 +127,7 @@ def unpack(bucket: PartLayout, data: torch.Tensor) -> Iterator[tuple[str, torch.
 
 def layouts(described: Iterable[Described], bucket_bytes: int) -> Iterator[PartLayout]:
     """Yield the layouts of the buckets that `pack` makes of tensors of this description."""
-    bucket = _Bucket(bucket_bytes)
+    bucket = _OpenBucket(bucket_bytes)
     for name, dtype, shape in described:
         shard = whole(name, from_torch(torch_dtype(dtype)), shape)
         if (full := bucket.add(shard)) is not None:

@@ -347,9 +347,9 @@ def find_route(
     index_of: Callable[[Point], VersionIndex | None],
     most: float | None = None,
 ) -> Route | None:
-    """Return the route of the fewest bytes to a version, from the held version or from a full one of so many bytes;
-    None: no deltas lead there, or so many that to send the version in full costs less. `index_of`: what leads to a
-    version; None: nothing. `most`: limit of the bytes; None: those of two full versions.
+    """Return the route of the fewest bytes to a version, from the held version or from a full one (`full_bytes`); None
+    if there is none within `most` bytes. `index_of`: returns what leads to a version, None if nothing does. `most`:
+    None: the bytes of two full versions.
     """
     most = 2 * full_bytes if most is None else most
     todo: list[tuple[int, Point, Route]] = [(0, version, Route((), None))]

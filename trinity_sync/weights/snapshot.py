@@ -97,9 +97,7 @@ class Snapshot:
         self._copying.copy(in_background=in_background)
 
     def wait_until_copied(self, timeout_s: float) -> float:
-        """Wait until the state may change, and return the seconds waited. Errors of the copy are left to
-        `file_images`.
-        """
+        """Wait until the state may change; return the seconds waited. `file_images` raises errors of the copy."""
         return self._copying.wait_until_copied(timeout_s)
 
     def live(self, name: str) -> object:

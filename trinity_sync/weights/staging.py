@@ -290,9 +290,7 @@ class Copying:
             self._copied.set()
 
     def wait_until_copied(self, timeout_s: float) -> float:
-        """Wait until the sources may change, and return the seconds waited. Errors of the copy are left to
-        `wait_whole`.
-        """
+        """Wait until the sources may change; return the seconds waited. `wait_whole` raises errors of the copy."""
         started = time.perf_counter()
         if not self._copied.wait(timeout_s):
             raise WaitTimeout("the snapshot", f"copy {self._what}", timeout_s)

@@ -176,7 +176,7 @@ class MegatronRank(Rank):
 
         (engine,) = self._engines.values()
         coordinator = engine.checkpoint_mananager._coordinator
-        owner = {"share": writer._Share, "copies": writer.Trees, "coordinator": coordinator}[where]
+        owner = {"share": writer._ShareWriter, "copies": writer.Trees, "coordinator": coordinator}[where]
         before = getattr(owner, name)
 
         def broken(*args: Any, **kwargs: Any) -> Any:

@@ -108,6 +108,7 @@ def test_adapters_of_lora_do_not_stay_behind_in_silence(
 
 @BOTH
 @pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.few(1)
 def test_a_broadcast_brings_the_version_to_an_explorer(
     ranks: list[Any], make_run: Callable[..., VerlRun], tmp_path: Path, strategy: str, packed: bool
 ) -> None:
@@ -122,6 +123,7 @@ def test_a_broadcast_brings_the_version_to_an_explorer(
     assert version_of(found, strategy) == every(ranks, "digest", strategy)[0]
 
 
+@pytest.mark.all
 def test_the_example_of_the_guide_runs(ranks: list[Any], pair: dict[str, Any], tmp_path: Path) -> None:
     driver, worker, explorer = re.findall(r"```python\n(.*?)```", GUIDE.read_text(encoding="utf-8"), re.DOTALL)
     names: dict[str, Any] = {"checkpoint_dir": tmp_path}

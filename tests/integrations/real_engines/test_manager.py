@@ -78,6 +78,7 @@ def test_a_checkpoint_is_verls_and_is_loaded_bit_for_bit(
 
 
 @BOTH
+@pytest.mark.few(1)
 def test_a_hugging_face_export_holds_the_version(
     ranks: list[Any], run: VerlRun, root: Path, step: int, strategy: str
 ) -> None:
@@ -440,6 +441,7 @@ def test_without_actors_a_manager_says_who_starts_them(ranks: list[Any]) -> None
     assert all("open_run before the workers" in str(error) for error in raised)
 
 
+@pytest.mark.all
 def test_what_verl_itself_saved_is_gone_on_from_and_stays_as_it_is(
     ranks: list[Any], make_run: Callable[..., VerlRun], tmp_path: Path
 ) -> None:

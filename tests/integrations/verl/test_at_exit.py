@@ -197,6 +197,7 @@ def test_a_save_that_is_not_committed_in_time_is_told_and_the_program_ends(start
 
 @pytest.mark.parametrize("handler", ["signal.SIG_DFL", "lambda number, frame: sys.exit(3)"])
 @pytest.mark.parametrize("output", ["closed", "full"])
+@pytest.mark.few(1)
 def test_an_output_that_takes_nothing_keeps_no_program_from_its_end(
     start: Callable[[str], Signalled], output: str, handler: str
 ) -> None:

@@ -153,6 +153,7 @@ def test_the_last_step_is_recorded_at_the_end_of_the_program(root: Path, engines
     assert [(one["event"], one["step"]) for one in events(root, 1)] == [("commit", 1)]
 
 
+@pytest.mark.all
 def test_what_is_not_committed_at_the_end_of_the_program_is_told(root: Path, engines: LocalHandle) -> None:
     with driver(root, engines, 0.2) as (process, _):
         _, said = process.communicate(timeout=LIMIT)

@@ -23,6 +23,7 @@ print(*(name for name in ("verl", "megatron") if name in sys.modules))
 """
 
 
+@pytest.mark.all
 def test_the_functions_over_megatron_are_there_and_bring_no_engine_with_them() -> None:
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=True, timeout=120)
     assert done.stdout == "\n\n"

@@ -118,6 +118,7 @@ def test_without_the_vendor_verl_keeps_its_engines_and_the_backend_of_weight_syn
     assert ended.stdout.split() == ["FSDPEngineWithLMHead", "FSDPEngineWithValueHead"] * 2 + ["WeightSync"], ended
 
 
+@pytest.mark.all
 def test_the_import_of_verl_brings_none_of_what_saves() -> None:
     """The import costs what a few small files cost: no monitor, no Ray, no second torch."""
     loaded = said(LIGHT, {**ON, "VERL_PLATFORM": "cuda"}).stdout
@@ -129,6 +130,7 @@ def test_the_import_of_verl_brings_none_of_what_saves() -> None:
 @pytest.mark.parametrize(
     "version", [pytest.param("0.8.0", marks=pytest.mark.all), "0.10.1", pytest.param("1.0", marks=pytest.mark.all)]
 )
+@pytest.mark.all
 def test_another_version_of_verl_is_left_alone_and_that_is_said(tmp_path: Path, version: str) -> None:
     code = f"import verl.version; verl.version.__version__ = verl.__version__ = {version!r}\n"
     ended = said(

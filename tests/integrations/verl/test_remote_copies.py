@@ -98,6 +98,7 @@ def test_a_driver_copies_what_the_engines_have_written_when_it_is_committed(
     assert {file.name for file in remote.place.iterdir()} == {"model", "data_0.pt", MANIFEST}
 
 
+@pytest.mark.all
 def test_a_copy_of_a_driver_that_fails_is_told_at_the_next_one_and_at_the_end(
     root: Path, remote: Remote, engines: LocalHandle
 ) -> None:

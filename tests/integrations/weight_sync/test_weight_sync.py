@@ -142,6 +142,7 @@ def test_files_of_a_committed_version_are_of_any_reader(make: Callable[..., Memb
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("verify", ["full", "bucket"])
+@pytest.mark.few(2)
 def test_a_damaged_bucket_is_never_part_of_a_whole_version(
     mode: str, verify: str, make: Callable[..., Members], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

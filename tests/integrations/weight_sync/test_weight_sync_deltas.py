@@ -106,6 +106,7 @@ def test_what_is_received_stays_when_a_delta_follows(members: Members) -> None:
 
 
 @pytest.mark.parametrize("damage", ["sender", "receiver"])
+@pytest.mark.few(1)
 def test_a_copy_that_was_damaged_ends_the_sync_and_the_next_one_travels_in_full(members: Members, damage: str) -> None:
     full = moved(members, 1)
     engine = members.ranks[0] if damage == "sender" else members.rollout[0]

@@ -166,6 +166,7 @@ held.commit(3)
 
 @pytest.mark.parametrize("at", AT)
 @pytest.mark.parametrize("after", [pytest.param("before", marks=pytest.mark.all), "after"])
+@pytest.mark.few(2)
 def test_what_a_killed_sender_leaves_is_removed_by_the_next(at: str, after: str, root: Path) -> None:
     root.mkdir(parents=True)
     killed = subprocess.run([sys.executable, "-c", KILLED, at, after, str(root)], check=False, timeout=LIMIT)

@@ -72,7 +72,7 @@ _Written: TypeAlias = tuple[Path, int, str]
 """A file, its bytes and its xxh3_128 hex."""
 
 
-class _Share(FileSystemWriterAsync):
+class _ShareWriter(FileSystemWriterAsync):
     """One rank's share of one state dict, in one file."""
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
@@ -106,7 +106,7 @@ class _Strategy(TorchDistSaveShardedStrategy):
 
     def async_save(self, sharded_state_dict: ShardedStateDict, checkpoint_dir: Path) -> AsyncRequest:
         state, _, _ = _replace_state_dict_keys_with_sharded_keys(sharded_state_dict, self.keep_only_main_replica)
-        self.share = _Share(checkpoint_dir, thread_count=1)
+        self.share = _ShareWriter(checkpoint_dir, thread_count=1)
         (_, self.metadata, _), *_ = save_state_dict_async_plan(
             mcore_to_pyt_state_dict(state, False),
             self.share,
@@ -128,7 +128,7 @@ class _Metadata(Metadata):
 class PlannedWrite:
     """A planned write of a state dict."""
 
-    def __init__(self, folder: Path, share: _Share, metadata: _Metadata, common: bytes) -> None:
+    def __init__(self, folder: Path, share: _ShareWriter, metadata: _Metadata, common: bytes) -> None:
         self.folder = folder
         self.metadata = metadata
         self._share = share

@@ -135,8 +135,8 @@ def _newest(root: Path, roles: Collection[str]) -> CheckpointInfo | None:
     absent = _absent(found.manifest, roles) if found is not None and found.manifest is not None else None
     if found is not None and absent is not None:
         raise RunError(
-            f"{found.path} was saved by a run of other roles: it holds nothing of {absent}; resume_step={found.step} "
-            "resumes from it, resume_step=N from an older one"
+            f"{found.path} has no checkpoint of the role {absent}, which this program trains; resume_step={found.step} "
+            "resumes from it anyway, resume_step=N from an older one"
         )
     named, step = contents.read_tracker(root, FULL).step or 0, found.step if found is not None else 0
     if named > step:

@@ -234,8 +234,8 @@ def _fetch(
     refused: Collection[_Of],
     late: Collection[FileEntry],
 ) -> _Look:
-    """Fetch what leads to the newest version with the fewest bytes. What is lost or damaged is left out, and another
-    way or an older version tried. `late`: files that are not fetched now. Raises RunError: there is no version.
+    """Fetch the files with the fewest bytes that give the newest version. If one is missing or damaged, try another
+    chain, then an older version. `late`: files that are not fetched now. Raises RunError: there is no version.
     """
     versions = mirror.versions()
     if not versions:
@@ -271,7 +271,7 @@ def _fetch(
             if failed is None:
                 return _Look(_Fetched(version, steps, base), False, damaged)
             lost.add(failed)
-        mirror.say(f"version {Version(*of.point)} is skipped: what leads to it is not there, or damaged")
+        mirror.say(f"version {Version(*of.point)} is skipped: a base or delta that it needs is missing or damaged")
     return _Look(None, False, damaged)
 
 

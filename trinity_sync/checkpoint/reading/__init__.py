@@ -21,7 +21,7 @@ from trinity_sync.checkpoint.folder.contents import Manifest, NoManifestError, r
 from trinity_sync.checkpoint.folder.leases import find_adapter_config, find_config, weights_folder
 from trinity_sync.checkpoint.reading import verl_shards
 from trinity_sync.checkpoint.reading.distributed import megatron_folder, open_distributed, open_megatron
-from trinity_sync.checkpoint.reading.pieces import TensorInfo, TensorReader, WeightsError
+from trinity_sync.checkpoint.reading.tensor_pieces import TensorInfo, TensorReader, WeightsError
 from trinity_sync.weights.digests import version_digest
 from trinity_sync.weights.tensors import digest_entry
 from trinity_sync.weights.wire import WireFormat

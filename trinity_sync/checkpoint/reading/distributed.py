@@ -18,7 +18,7 @@ from pathlib import Path, PurePosixPath
 
 import torch
 
-from trinity_sync.checkpoint.reading.pieces import (
+from trinity_sync.checkpoint.reading.tensor_pieces import (
     Assembled,
     FileBox,
     Record,
@@ -221,7 +221,7 @@ def open_megatron(folder: Path, config: Path) -> dict[str, TensorReader]:
 
 
 @dataclass(frozen=True)
-class _Cut:
+class _TensorPart:
     """A part of a stored tensor."""
 
     base: Assembled
@@ -233,7 +233,7 @@ class _Cut:
 
 
 def _cut(base: Assembled, shape: tuple[int, ...], part: Callable[..., torch.Tensor]) -> TensorReader:
-    return _Cut(base, TensorInfo(base.info.dtype, shape), part)
+    return _TensorPart(base, TensorInfo(base.info.dtype, shape), part)
 
 
 def _apart(stored: Assembled, what: str) -> Iterator[Assembled]:

@@ -23,7 +23,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from trinity_sync.checkpoint.reading.pieces import (
+from trinity_sync.checkpoint.reading.tensor_pieces import (
     Assembled,
     FileBox,
     Record,

@@ -118,4 +118,4 @@ class _SavesRecord(Saves):
             for line in (*log.drain(), *self._client.drain_events().result(ANSWER_S)):
                 self._file.append(line)
         except TrinityError as error:
-            say(f"what became of step {step} is not recorded: {error}")
+            say(f"the events of step {step} could not be recorded: {error}")

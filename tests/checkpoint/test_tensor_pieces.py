@@ -11,7 +11,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_sync.checkpoint.reading.pieces import Assembled, FileBox, TensorInfo, WeightsError, assembled
+from trinity_sync.checkpoint.reading.tensor_pieces import Assembled, FileBox, TensorInfo, WeightsError, assembled
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -101,6 +101,7 @@ def test_a_scalar_needs_a_piece_and_what_has_no_elements_none(shape: tuple[int, 
         assert told(shape, []) == "elements of w are missing, the first of [] at []; it is in no file"
 
 
+@pytest.mark.all
 def test_many_pieces_are_compared_in_a_moment() -> None:
     """Layers of experts over tensor-parallel ranks. Compared two by two, they would take minutes."""
     shape = (32, 128, 12)
