@@ -6,8 +6,8 @@
 Data: ``white``, normal weights of one scale, each step an independent update; ``adam``, weights whose scale differs by
 rows, updates of a warm Adam, which go on in one direction for some steps. Both keep fp32 weights and compare their bf16
 bits. The learning rate is the one at which one step changes the wanted share of the elements. ``traces``: versions of
-GRPO runs of `launch.py` at the learning rates of `RATES`, from a model that GRPO has trained before, all tensors
-together.
+GRPO runs of `launch.py` at the learning rates of `RATES`, from a model that GRPO has trained before; each
+tensor is coded by itself, and the bytes are added.
 
 ``history``: `adam` versions of one shard, of each the delta from the version before, of every 4th one that from 4
 versions earlier, and of every 16th one that from the base, as `keep_versions` has them. ``bytes`` is what all of them

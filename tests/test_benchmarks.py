@@ -68,6 +68,12 @@ def test_deltas_are_measured_beside_other_codes_and_bounds(tmp_path: Path) -> No
     assert all(one["ns"]["xxhash"] > 0 for one in found["rows"])
 
 
+def test_a_history_is_measured_by_its_bytes_and_the_time_of_a_restore(tmp_path: Path) -> None:
+    found = run(tmp_path, "delta.py", "--only", "history", "--elements", "2e4", "--shares", "0.0013")["history"]
+    assert [one["codec"] for one in found] == ["class_gap", "gap8z"]
+    assert all(one["bytes"] > 1 and one["bytes of 1,000"] > 2 and one["restores"] > 0 for one in found)
+
+
 def test_starts_are_measured_with_forks_and_without(tmp_path: Path) -> None:
     found = run(tmp_path, "start.py", "--rounds", "1")["results"]
     assert found.keys() == {"forks", "no forks"}

@@ -24,6 +24,7 @@ from tests.checkpoint.histories import commit_weights
 from tests.checkpoint.mirror_places import OWNER, Events, marked
 from tests.checkpoint.stores import LIMIT_S, PretendRun, calls_here, state
 from trinity_sync.checkpoint import export
+from trinity_sync.checkpoint.folder.catalog import bytes_in
 from trinity_sync.checkpoint.folder.contents import read_manifest, write_manifest
 from trinity_sync.checkpoint.mirror import follower, run_mirror
 from trinity_sync.checkpoint.mirror.copies import Mirror, Storage
@@ -32,6 +33,7 @@ from trinity_sync.checkpoint.mirror.run_mirror import MirrorError, MirrorSetting
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.models.files import ModelFiles
 from trinity_sync.protocol.versions import Version
+from trinity_sync.weights.part_delta import PartDelta
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -185,6 +187,70 @@ def test_a_lost_file_is_asked_for_at_each_look(store: Path, kept: Kept) -> None:
     kept.check(5)
 
 
+@pytest.mark.parametrize("harm", [Path.unlink, flip], ids=["lost", "damaged"])
+def test_the_other_files_of_a_base_are_fetched_once(
+    store: Path, kept: Kept, harm: Callable[[Path], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each look asks for the one that is not there, until the base can be taken."""
+    now, get, fetched = [0.0], Storage.get, list[str]()
+    deltas(store, 3)[0].unlink()
+    other, bad = sorted((store / "global_step_4" / "actor").glob("weights_*"))
+    data = bad.read_bytes()
+    harm(bad)
+
+    def counted(storage: Storage, path: str, target: Path) -> None:
+        get(storage, path, target)
+        fetched.append(Path(path).name)
+
+    monkeypatch.setattr(Storage, "get", counted)
+    monkeypatch.setattr(follower, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    for now[0] in (0.0, 40.0, 120.0):
+        with pytest.raises(RunError, match="no newer version can be made"):
+            kept.update()
+    assert fetched.count(other.name) == 1
+    bad.write_bytes(data)
+    now[0] = 400.0
+    assert kept.update()
+    kept.check(5)
+    assert fetched.count(other.name) == 1
+
+
+def test_a_version_that_is_not_listed_for_a_while_is_newer_than_those_that_are(store: Path, kept: Kept) -> None:
+    assert kept.update()
+    hide(store, 5)
+    assert not kept.update()
+    show(store, 5)
+    kept.check(5)
+
+
+@pytest.mark.parametrize("way", ["deltas", "base"])
+def test_the_disk_has_three_versions_and_the_deltas_at_most(
+    store: Path, kept: Kept, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is shown, what deltas are applied to, and what is fetched or written."""
+    found = list[int]()
+
+    def counted(owner: object, name: str) -> None:
+        of = getattr(owner, name)
+
+        def then_count(*given: object, **named: object) -> object:
+            done = of(*given, **named)
+            found.append(bytes_in(kept.into))
+            return done
+
+        monkeypatch.setattr(owner, name, then_count)
+
+    version = bytes_in(kept.follower.folder)
+    if way == "base":
+        deltas(store, 3)[0].unlink()
+    for owner, name in ((Storage, "get"), (PartDelta, "apply"), (follower, "replace_file"), (follower, "sync_folder")):
+        counted(owner, name)
+    assert kept.update()
+    assert len(found) > 8
+    changes = sum(path.stat().st_size for step in (3, 4, 5) for path in deltas(store, step))
+    assert max(found) < 3.1 * version + changes
+
+
 def test_a_version_without_its_manifest_is_none(store: Path, kept: Kept) -> None:
     (store / "global_step_5" / "manifest.json").unlink()
     assert kept.update()
@@ -264,15 +330,22 @@ def test_a_store_that_refuses_delays_no_run_and_gets_the_next_versions(tmp_path:
     assert {event["step"] for event in run.events.of("mirror")} == {1, 2, 3}
 
 
-def test_versions_that_a_slow_store_need_not_have_are_left_out(tmp_path: Path) -> None:
-    place = tmp_path / "store"
-    place.write_text("no folder")
-    run = PretendRun(tmp_path / "run", str(place), tries=100, backoff_s=0.2)
+def test_versions_that_a_slow_store_need_not_have_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on, put = threading.Event(), threading.Event(), Storage.put
+
+    def slow(storage: Storage, source: Path, name: str) -> None:
+        begun.set()
+        assert go_on.wait(LIMIT_S)
+        put(storage, source, name)
+
+    monkeypatch.setattr(Storage, "put", slow)
+    run = PretendRun(tmp_path / "run", str(tmp_path / "store"))
     run.publish(1)
-    run.events.wait_for("fault")
+    assert begun.wait(LIMIT_S)
     for step in range(2, 11):  # 7 and 10 are bases
         run.publish(step)
-    place.unlink()
+    run.copies._completing[10].result(LIMIT_S)
+    go_on.set()
     run.publish_all()
     assert {event["step"] for event in run.events.of("mirror")} == {1, 7, 8, 9, 10}
     assert any("faster than the place takes them" in event["error"] for event in run.events.of("fault"))
@@ -281,15 +354,22 @@ def test_versions_that_a_slow_store_need_not_have_are_left_out(tmp_path: Path) -
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from trinity_sync.checkpoint.mirror import follower, run_mirror
+from trinity_sync.checkpoint.mirror import copies, follower, run_mirror
 from trinity_sync.weights import part_delta
 store, into, owner, name = sys.argv[1:]
-of = follower if owner == "module" else getattr(part_delta if owner == "PartDelta" else follower, owner)
+homes = {"PartDelta": part_delta, "Storage": copies}
+of = follower if owner == "module" else getattr(homes.get(owner, follower), owner)
 before = getattr(of, name)
 def last(*arguments, **named):
-    if name in ("apply", "call"):
+    if name in ("apply", "call", "get"):
         before(*arguments, **named)
+    if name == "get":  # half of a file has arrived
+        os.truncate(arguments[-1], arguments[-1].stat().st_size // 2)
     os.kill(os.getpid(), signal.SIGKILL)
+def here(place, settings, owner, work, **more):
+    return work(copies.Mirror(lambda: copies.Storage(place), owner))
+if name == "get":  # else in a process of its own
+    follower.call = here
 found = follower.VersionFollower(store, Path(into), print)
 found.open()
 setattr(of, name, last)
@@ -305,6 +385,7 @@ found.tidy()
         *(
             pytest.param(point, marks=pytest.mark.all)
             for point in (
+                "Storage.get",
                 "module.call",
                 "VersionFollower._write",
                 "module.replace_file",

@@ -21,7 +21,7 @@ from trinity_sync.checkpoint.folder.contents import LEASES, PINS, Manifest, read
 from trinity_sync.checkpoint.folder.deletion import prune, prune_plan
 from trinity_sync.checkpoint.folder.leases import lease_checkpoint, pin, unpin
 from trinity_sync.errors import RunError
-from trinity_sync.protocol.parts import FULL
+from trinity_sync.protocol.parts import FULL, STATE_DICT
 from trinity_sync.protocol.retention import KeepLast
 
 pytestmark = pytest.mark.usefixtures("quick_disk")
@@ -104,6 +104,14 @@ class Programs:
         steps = {info.step for info in catalog.scan(self.root)}
         assert left == {f"global_step_{step}" for step in steps}
         assert deaths or {step for step, _ in leases.pinned(self.root)} <= steps
+
+
+def test_a_pin_keeps_a_checkpoint_of_weights_alone(tmp_path: Path) -> None:
+    for step in (1, 2, 3):
+        commit(tmp_path, step, kind=STATE_DICT)
+    pin(tmp_path, 1)
+    prune(tmp_path, prune_plan(tmp_path, [KeepLast(1)], now=_EVER, keep_state_dicts=1), now=_EVER)
+    assert [info.step for info in catalog.scan(tmp_path)] == [1, 3]
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,12 @@ from types import SimpleNamespace
 import pytest
 
 from tests.checkpoint.stores import PretendRun, calls_here
+from trinity_sync.checkpoint.folder.catalog import bytes_in
 from trinity_sync.checkpoint.mirror import follower
 from trinity_sync.checkpoint.mirror.copies import Storage
 from trinity_sync.cli import main as cli
 from trinity_sync.cli import weights_commands
+from trinity_sync.integrations.vllm.server import Server
 
 Capture = pytest.CaptureFixture[str]
 
@@ -88,20 +90,40 @@ def follow(store: Path, *arguments: object) -> int:
     return cli.main(["follow", str(store), "--once", *map(str, arguments)])
 
 
+def folder_of(into: Path) -> str:
+    """The folder of the version, by its own name: the link soon leads to another one."""
+    return str(into / (into / "current").readlink())
+
+
 def test_sglang_is_told_of_the_folder_after_the_link_has_moved(
     store: Path, tmp_path: Path, engine: Engine, capsys: Capture
 ) -> None:
     assert follow(store, "--into", tmp_path / "into", "--notify", engine.url) == 0
-    assert engine.asked == [("/update_weights_from_disk", {"model_path": str(tmp_path / "into" / "current")})]
+    assert engine.asked == [("/update_weights_from_disk", {"model_path": folder_of(tmp_path / "into")})]
     out, err = capsys.readouterr()
     assert "version 2 in" in out
     assert f"version 2 loaded by {engine.url}" in out
     assert err == ""
 
 
+def test_the_limit_of_a_load_grows_with_the_bytes_of_the_version(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = list[float]()
+
+    def post(server: Server, *given: object) -> dict[str, object]:
+        limits.append(server.timeout_s)
+        return {}
+
+    monkeypatch.setattr(Server, "post", post)
+    monkeypatch.setattr(weights_commands, "_LOAD_RATE", 100.0)
+    assert follow(store, "--into", tmp_path / "into", "--notify", "http://127.0.0.1:1") == 0
+    assert limits == [600 + bytes_in(Path(folder_of(tmp_path / "into"))) / 100]
+
+
 def test_vllm_is_paused_while_it_loads(store: Path, tmp_path: Path, engine: Engine) -> None:
     assert follow(store, "--into", tmp_path / "into", "--notify", engine.url, "--engine", "vllm") == 0
-    load = {"method": "reload_weights", "kwargs": {"weights_path": str(tmp_path / "into" / "current")}}
+    load = {"method": "reload_weights", "kwargs": {"weights_path": folder_of(tmp_path / "into")}}
     assert engine.asked == [("/pause?mode=wait", None), ("/collective_rpc", load), ("/resume", None)]
 
 

@@ -117,8 +117,9 @@ def test_every_version_of_a_run_is_written_again_as_it_was(tmp_path: Path, capsy
     assert {step: written(f"0-{step}") for step in first} == first
     assert {step: written(f"1-{step}") for step in second} == second
     published = {(0, step): digest for step, digest in first.items()} | {(1, step): second[step] for step in second}
-    named = {(line["attempt"], line["version"]) for line in again.lines("samples.jsonl")}
-    assert {attempt for attempt, _ in named} == {0, 1}
+    lines = again.lines("samples.jsonl")
+    assert {line["attempt"] for line in lines} == {0, 1}
+    named = {(line["version_attempt"], line["version"]) for line in lines}
     assert all(written(f"{attempt}-{step}") == published[attempt, step] for attempt, step in named)
     deltas = run.folder / "checkpoints" / ".deltas"
     assert {path.parent.name for path in deltas.glob("*/global_step_*")} == {"0-0", "0-4", "1-2", "1-6"}

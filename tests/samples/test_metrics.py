@@ -87,7 +87,8 @@ def test_of_pairs_and_of_nothing_only_the_size_is_known() -> None:
 
 def test_all_samples_of_the_first_groups_are_written_out() -> None:
     mixed = ((0, 1, 3), (1, 2, 0))
-    batch = SampleBatch.of([replace(one, spans=mixed) if one.order == (1, 0, 0) else one for one in BATCH])
+    changes = {"spans": mixed, "version": (2, 0)}
+    batch = SampleBatch.of([replace(one, **changes) if one.order == (1, 0, 0) else one for one in BATCH])
     asked: list[tuple[int, int]] = []
 
     def prompt(step: int, number: int) -> Prompt:
@@ -115,7 +116,8 @@ def test_all_samples_of_the_first_groups_are_written_out() -> None:
         "finished": True,
         "tokens": 2,
         "version": 0,
+        "version_attempt": 2,
         "spans": [[0, 1, 3], [1, 2, 0]],
     }
-    assert (lines[1]["spans"], lines[1]["finished"]) == ([[0, 3, 0]], False)
+    assert (lines[1]["spans"], lines[1]["finished"], lines[1]["version_attempt"]) == ([[0, 3, 0]], False, 0)
     assert len(excerpt(batch, None, 9, prompt)) == 6

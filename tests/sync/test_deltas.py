@@ -21,7 +21,7 @@ from ray.exceptions import OutOfDiskError
 from tests.sync.helpers import LIMIT, PretendTrainer, empty, make_loader, node_id, random_weights
 from tests.sync.test_loading import FolderStore, side_of
 from tests.weights.helpers import reference_digest
-from trinity_sync.actors.agent_client import AgentClient, SharedDelta
+from trinity_sync.actors.agent_client import AgentClient, SharedDelta, WrittenDelta
 from trinity_sync.actors.synchronizer_client import Sealed
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.host.hardware import peak_rss
@@ -560,6 +560,27 @@ def test_a_version_of_which_a_part_has_no_delta_is_published_as_full(
     in_memory.publish(2)
     assert [sent.encoding for sent in in_memory.sent] == ["full", "full"]
     assert in_memory.sent[1].nbytes > in_memory.full_bytes
+    told = f"version {in_memory.published[-1]} is published in full: the agents have no room for its deltas"
+    assert [sent.fault for sent in in_memory.sent] == [None, told]
+
+
+def test_a_version_that_has_merged_deltas_only_is_published_as_full(
+    in_memory: MemoryRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where dropping the earlier deltas made room for the merged one."""
+    in_memory.publish(4, share=0.002)
+    encode = VersionDeltas.encode
+    before = in_memory.published[-1]
+
+    def merged(*given: Any, **how: Any) -> list[WrittenDelta]:
+        return [one for one in encode(*given, **how) or () if one.start != before]
+
+    monkeypatch.setattr(VersionDeltas, "encode", merged)
+    in_memory.publish(share=0.002)
+    sent = in_memory.sent[-1]
+    assert (sent.encoding, sent.codec) == ("full", None)
+    assert sent.nbytes > in_memory.full_bytes, "the merged deltas count"
+    assert "no room" in str(sent.fault)
 
 
 def test_deltas_that_were_given_up_while_they_were_made_are_not_handed_out(monkeypatch: pytest.MonkeyPatch) -> None:

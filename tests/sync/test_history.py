@@ -102,7 +102,11 @@ def trainer(synchronizer: Synchronizer, make_agent: Callable[..., AgentClient]) 
 def template(trainer: PretendTrainer, tmp_path_factory: pytest.TempPathFactory) -> Remembered:
     """A run of two bases, which tests copy."""
     run = Remembered(trainer, tmp_path_factory.mktemp("run"))
-    run.publish(BASE_EVERY + 17, share=0.003)
+    run.publish(share=0.003)
+    copy = run.folder_of(run.published[0]) / "full-explorer-0" / "actor"  # of an explorer that was killed
+    copy.mkdir(parents=True)
+    (copy / "weights").touch()
+    run.publish(BASE_EVERY + 16, share=0.003)
     return run
 
 
@@ -143,6 +147,10 @@ def test_what_only_readers_need_goes_once_none_needs_it(template: Remembered) ->
             step = int(path.stem.rpartition("-")[2])
             lengths.add(number - template.published.index(Version(0, step)))
     assert lengths == {1, 4, 16}
+
+
+def test_the_copy_of_a_killed_explorer_goes_with_what_only_readers_need(template: Remembered) -> None:
+    assert not list(template.deltas.glob("*/full-*"))
 
 
 def history_route(run: Remembered, number: int) -> Route:

@@ -114,8 +114,31 @@ VECTORS = {
         "020303020000000000000000010101010102000000000000000002ff1601ff05"
         "0000bc"
     ),
+    "full": (
+        "115453440600000003000000000000000300000000000000290fe138bc4f7fc6"
+        "4b40113bb02d6a6c946f219ef886451a7bd9ff45c14b822cf7b98af3ff158e86"
+        "06000000013c00bc0180"
+    ),
 }
-"""Of the arrays of `vector_arrays`; docs/delta.md has them, too."""
+"""Of the arrays of `vector_arrays`, but `full` of three F16 elements; docs/delta.md has them, too."""
+
+COMPRESSED = {
+    "planes": (
+        "11545344070000002c010000000000002c01000000000000b5dd3a3a9c36d1f3"
+        "c9d4b65383a9765d73d263062d114a4a49397d24d3f6210b8d1118bedf9bbaf1"
+        "2800000028b52ffd605801f5000090808081807f80003f3c3c3c3c3cbc3c3c3c"
+        "3c0410001e4af42570844a04"
+    ),
+    "gap8z": (
+        "13545344070100002c010000000000002c01000000000000b5dd3a3a9c36d1f3"
+        "c9d4b65383a9765d3c445d03c42c1fcbc9ec9a8220d241cea36887d2b63749bf"
+        "ac02ac021313000028b52ffd602c004d00001000000100272ac00228b52ffd60"
+        "2c004d00001001010100272ac002"
+    ),
+}
+"""Of the base of `vector_arrays`, to be decoded only, as another zstd may give other bytes: `planes` makes the same
+result, `gap8z` that of which each element is an ulp up. docs/delta.md has them, too.
+"""
 
 
 def vector_arrays() -> tuple[Array, Array]:
@@ -135,9 +158,22 @@ def test_the_vectors_of_the_format(way: str, name: str) -> None:
     assert (delta.apply(old, bytes.fromhex(VECTORS[name]), "BF16") == (old if name == "unchanged" else new)).all()
 
 
+def test_the_vector_of_a_full_shard(way: str) -> None:
+    old, new = (np.array(bits, "<u2") for bits in ([0x3C00, 0xBC00, 0x0001], [0x3C01, 0xBC00, 0x8001]))
+    assert joined(old, new, "F16", "full").hex() == VECTORS["full"]
+    assert (delta.apply(old, bytes.fromhex(VECTORS["full"]), "F16") == new).all()
+
+
+@pytest.mark.parametrize("name", COMPRESSED)
+def test_the_compressed_vectors_are_decoded(way: str, name: str) -> None:
+    old, new = vector_arrays()
+    expected = new if name == "planes" else old + 1
+    assert (delta.apply(old, bytes.fromhex(COMPRESSED[name]), "BF16") == expected).all()
+
+
 def test_the_page_of_the_format_has_the_vectors() -> None:
     page = (Path(__file__).parents[2] / "docs" / "delta.md").read_text()
-    assert all(f"| `{name}` | `{made}` |" in page for name, made in VECTORS.items())
+    assert all(f"| `{name}` | `{made}` |" in page for name, made in [*VECTORS.items(), *COMPRESSED.items()])
 
 
 def test_a_thousand_versions_in_a_row_end_bitwise_equal(way: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -116,12 +117,52 @@ def test_a_span_is_given_up_where_its_log_would_cost_too_much_and_the_next_one_b
 def test_a_log_takes_little_memory_even_of_a_version_in_which_all_changes() -> None:
     layout = PartLayout.build("rank-00000", [whole("large", "BF16", (1000, 1000))], bucket_bytes=1 << 16)
     encoder, pair = PartEncoder(layout, "full"), (bytearray(layout.nbytes), bytearray(b"\1") * layout.nbytes)
+    assert peak_of(encoder, 0, pair) < layout.nbytes
+
+
+def test_a_call_that_merges_a_span_takes_little_memory() -> None:
+    layout = PartLayout.build("rank-00000", [whole("large", "BF16", (1000, 1000))], bucket_bytes=1 << 16)
+    encoder, segments = PartEncoder(layout, "auto"), versions(*[0.005] * 4, layout=layout)
+    for step, pair in enumerate(itertools.pairwise(segments[:4])):
+        encoder.encode((0, step), (0, step + 1), pair, POOL)
+    assert peak_of(encoder, 3, (segments[3], segments[4])) < layout.nbytes / 2
+
+
+def peak_of(encoder: PartEncoder, base: int, pair: tuple[bytearray, bytearray]) -> int:
+    """The bytes that a call takes at its peak."""
     tracemalloc.start()
     try:
-        encoder.encode((0, 0), (0, 1), pair, POOL)
-        assert tracemalloc.get_traced_memory()[1] < layout.nbytes
+        encoder.encode((0, base), (0, base + 1), pair, POOL)
+        return tracemalloc.get_traced_memory()[1]
     finally:
         tracemalloc.stop()
+
+
+VECTOR_LAYOUT = (
+    '{"bucket_bytes":64,"entries":[{"dtype":"BF16","name":"a","offset":0,"rects":[[0,0,0,2,3]],"shape":[2'
+    ',3]},{"dtype":"F32","name":"b","offset":64,"rects":[[0,0,0,1,2]],"shape":[2]}],"nbytes":72,"part":"r'
+    'ank-00000"}'
+)
+VECTOR = (
+    "545350314a777b9449defa4ff1d1b6e1442a8a4a17ebfce18d7cd3b7ed2ffeb1"
+    "b59a66e800000000000000000400000000000000010000000000000005000000"
+    "000000004400000000000000499ef6814f7586eb5c5fcfd807565eba01000000"
+    "000000002c0a8a99dc147d5445c3b49d035665b2125453440700000006000000"
+    "000000000100000000000000e6674c25262712b2faca856ad20a2da8499ef681"
+    "4f7586eb5c5fcfd807565eba98f15d78584369f60100010010"
+)
+"""From version 0-4 of zeros to 1-5, in which the second element of `a` is 0x0001; docs/delta.md has both, too."""
+
+
+def test_the_vector_of_the_file_of_a_part() -> None:
+    layout = PartLayout.from_json(json.loads(VECTOR_LAYOUT))
+    old, new = bytearray(layout.nbytes), bytearray(layout.nbytes)
+    new[2] = 1
+    [made] = PartEncoder(layout, "sparse", ()).encode((0, 4), (1, 5), (old, new), POOL)
+    assert b"".join(made.parts).hex() == VECTOR
+    assert applied(old, bytes.fromhex(VECTOR), layout) == new
+    page = (Path(__file__).parents[2] / "docs" / "delta.md").read_text()
+    assert f"| layout | `{VECTOR_LAYOUT}` |\n| file | `{VECTOR}` |" in page
 
 
 def test_an_encoder_that_missed_a_version_begins_its_spans_anew() -> None:

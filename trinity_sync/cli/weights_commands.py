@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
 
 from trinity_sync.checkpoint.folder import leases
-from trinity_sync.checkpoint.folder.catalog import history, scan
+from trinity_sync.checkpoint.folder.catalog import bytes_in, history, scan
 from trinity_sync.checkpoint.folder.contents import DELTAS, step_of
 from trinity_sync.checkpoint.folder.leases import check_free, find_config
 from trinity_sync.cli.checkpoints import PATH_HELP, add_step, find, given_step, newest, of_step
@@ -61,7 +61,9 @@ _FOLLOW_CODES = (
     "exit codes: 0 with --once: DIR has the newest version; 1 it has not; 2 a wrong command line; 130 interrupted"
 )
 _LOAD_S = 600.0
-"""Timeout of an engine's load, seconds."""
+"""Timeout of an engine's load, seconds, besides the time for its bytes."""
+_LOAD_RATE = 12.5e6
+"""The slowest rate at which an engine may read a version, bytes a second."""
 
 
 def add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -283,8 +285,8 @@ def _follow(options: argparse.Namespace) -> int:
         failed = False
         if notify is not None and version is not None and version != loaded:
             try:
-                notify(follower.current, str(version))
-            except RunError as error:  # such as an engine that starts later
+                notify(follower.folder, str(version))  # by the link, a late engine might read files of two versions
+            except (RunError, OSError) as error:  # such as an engine that starts later
                 failed = True
                 if str(error) != refused:
                     _warn(f"{error}; it is asked again at each look")
@@ -325,7 +327,11 @@ def _engine(kind: str, url: str) -> Callable[[Path, str], None]:
             raise RunError(f"{error}; it stays paused until a version is loaded completely") from error
         server.post("/resume", "resume generation")
 
-    return sglang if kind == "sglang" else vllm
+    def load(folder: Path, version: str) -> None:
+        server.timeout_s = _LOAD_S + bytes_in(folder) / _LOAD_RATE
+        (sglang if kind == "sglang" else vllm)(folder, version)
+
+    return load
 
 
 def _warn(text: str) -> None:

@@ -103,7 +103,8 @@ def excerpt(
         For each sample, in the order of the batch: ``validation``; ``for_step`` (the step of its prompt), ``prompt``
         and ``sample`` (numbers), ``text`` (the prompt; of a chat its last message), ``response``, ``reward`` (None: it
         is not trained on), ``exact``, ``advantage``, ``finished``, ``tokens`` (of the response), ``version`` (of
-        several, the oldest) and ``spans`` (``[start, end, version]`` of its tokens).
+        several, the oldest), ``version_attempt`` (which published it) and ``spans`` (``[start, end, version]`` of its
+        tokens).
     """
     firsts, group = batch.groups()
     texts = cache(lambda step, number: prompt(step, number).text)
@@ -125,6 +126,7 @@ def excerpt(
                 "finished": sample.finished,
                 "tokens": len(sample.response_ids),
                 "version": sample.version[1],
+                "version_attempt": sample.version[0],
                 "spans": [list(span) for span in sample.spans],
             }
         )

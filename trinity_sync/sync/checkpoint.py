@@ -236,6 +236,8 @@ def _retire(folder: Path) -> None:
     if not (folder / HISTORY).is_file():
         shutil.rmtree(folder, ignore_errors=True)
         return
+    for path in folder.glob("full-*"):  # of an explorer that was killed, see `FolderDeltas.whole`
+        shutil.rmtree(path, ignore_errors=True)
     with contextlib.suppress(OSError, DeltaError):
         kept = tuple(delta_file("", start) for start, _ in VersionIndex.read(folder / HISTORY).deltas)
         (folder / INDEX).unlink(missing_ok=True)

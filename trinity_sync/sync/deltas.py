@@ -160,9 +160,9 @@ class VersionDeltas:
         """
         nbytes = more + (sealed.nbytes if with_full else 0) + sum(one.nbytes for one in written)
         fault, self._fault = self._fault, None
-        if self._before is None or not written:
+        last = self._single(written)
+        if not last:  # merged ones may be there: without a single step a version counts as full
             return Published(encoding="full", nbytes=nbytes, fault=fault)
-        last = [one for one in written if one.start == self._before[0]]
         changed, elements = Counter[str](), Counter[str]()
         for one in last:
             changed.update(one.changed)
@@ -175,7 +175,11 @@ class VersionDeltas:
 
     def publish(self, sealed: Sealed) -> Published:
         """Have the agents keep the deltas to a version where these pay, and commit it."""
-        made = self.encode(sealed, pays=self.pays(sealed)) or ()
+        pays = self.pays(sealed)
+        made = self.encode(sealed, pays=pays)
+        if pays and self._before and made is not None and len(self._single(made)) < len(sealed.parts):
+            self._fault = f"version {sealed.version} is published in full: the agents have no room for its deltas"
+        made = made or ()
         in_full = not self.lead_to(sealed, made)
         report = self.report(sealed, made, with_full=in_full)
         self.commit(sealed)
@@ -183,9 +187,13 @@ class VersionDeltas:
 
     def lead_to(self, sealed: Sealed, made: Sequence[WrittenDelta]) -> bool:
         """Whether there are deltas of all parts from the version before, with fewer bytes than the version."""
-        found = [one for one in made if self._before is not None and one.start == self._before[0]]
+        found = self._single(made)
         nbytes = sum(one.nbytes for one in found)
         return len(found) == len(sealed.parts) and nbytes < sealed.nbytes
+
+    def _single(self, made: Sequence[WrittenDelta]) -> list[WrittenDelta]:
+        """Return the deltas from the version before."""
+        return [one for one in made if self._before is not None and one.start == self._before[0]]
 
     def share(self, sealed: Sealed, base: Version) -> dict[str, list[SharedDelta]] | None:
         """Return the deltas of all parts from a version that the agents keep; None: the version has to be sent in full,

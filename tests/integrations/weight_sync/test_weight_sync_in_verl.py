@@ -92,8 +92,10 @@ def test_versions_move_as_deltas(start: Callable[..., Any]) -> None:
 
 
 @pytest.mark.all
-@pytest.mark.parametrize("mode", MODES)
-def test_versions_move_without_a_gather(mode: str, start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("mode", "encoding"), [*((mode, "full") for mode in MODES), ("nccl", "delta")])
+def test_versions_move_without_a_gather(
+    mode: str, encoding: str, start: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     from verl.checkpoint_engine.base import CheckpointEngineRegistry
 
     from trinity_sync.integrations.verl.weight_sync import checkpoint_engine
@@ -101,9 +103,9 @@ def test_versions_move_without_a_gather(mode: str, start: Callable[..., Any], mo
     monkeypatch.setattr(CheckpointEngineRegistry, "_registry", {})
     monkeypatch.setenv(checkpoint_engine.NO_GATHER_VARIABLE, "1")
     checkpoint_engine.register()
-    program = start(mode, backend="delta_sharded")
-    for step in (1, 2):
-        moves(program, step)
+    program = start(mode, encoding, backend="delta_sharded")
+    sent = [moves(program, step)["weight_sync/bytes"] for step in (1, 1, 2)]
+    assert (sent[1] < sent[0] / 10) == (encoding == "delta")
 
 
 @pytest.mark.all

@@ -423,8 +423,10 @@ class Mirror:
                 yield manifest
         _refuse_past(unknown, step)
 
-    def fetch(self, root: Path, manifest: contents.Manifest) -> None:
-        """Fetch the files of a manifest, which may be a part of those of a step. Raises DamagedError."""
+    def fetch(self, root: Path, manifest: contents.Manifest, *, keep: bool = False) -> None:
+        """Fetch the files of a manifest, which may be a part of those of a step. Raises DamagedError. `keep`: the files
+        that arrived stay for a retry.
+        """
         folder = _folder(manifest.step)
         staging = root / contents.STAGING / staged_name(manifest)
 
@@ -442,7 +444,8 @@ class Mirror:
         try:
             self._side_by_side(fetch, manifest.files, lambda: self._progress(catalog.bytes_in(staging), manifest.bytes))
         except DamagedError:
-            deletion.delete_folder(root, staging)
+            if not keep:
+                deletion.delete_folder(root, staging)
             raise
         contents.write_manifest(staging, manifest)
         commits.adopt_folder(root, staging, manifest.step)

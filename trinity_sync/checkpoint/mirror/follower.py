@@ -79,7 +79,7 @@ class _Look(NamedTuple):
     """What a look at the store gave."""
 
     fetched: _Fetched | None
-    shown: bool  # the newest version is shown already
+    shown: bool  # the newest listed version, or a newer one, is shown already
     damaged: Collection[FileEntry]  # files that arrived with other bytes
 
 
@@ -114,6 +114,11 @@ class VersionFollower:
     def current(self) -> Path:
         """The link to the newest version."""
         return self._into / CURRENT
+
+    @property
+    def folder(self) -> Path:
+        """The folder to which the link leads: a name that no other version gets. OSError: it cannot be read now."""
+        return self._into / self.current.readlink()
 
     @property
     def version(self) -> Version | None:
@@ -243,7 +248,7 @@ def _fetch(
     by_point = {point_of(one): one for one in versions}
     newest = _Of.manifest(versions[0])
     damaged = set[FileEntry]()
-    if shown == newest:
+    if shown is not None and shown.run == newest.run and shown.point >= newest.point:  # the store may list late
         return _Look(None, True, damaged)
     start = held.point if held is not None and held.run == newest.run else None
     base_bytes = next((_base(one).bytes for one in versions if is_base(one)), 0)
@@ -294,7 +299,7 @@ def _fetch_all(
         if staging.is_dir() and not set(files_of(staging)) <= manifest.paths:  # of another part of the version
             shutil.rmtree(staging)
         try:
-            mirror.fetch(root, manifest)
+            mirror.fetch(root, manifest, keep=True)
         except DamagedError as error:
             mirror.say(f"step {manifest.step} there: {error}")
             damaged |= set() if error.arrived is None else {error.arrived}
