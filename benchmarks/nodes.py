@@ -59,6 +59,8 @@ def main() -> None:
     parser.add_argument("--codecs", nargs="+", default=("auto",), help="of deltas (default auto)")
     parser.add_argument("--output", type=Path, help="write the JSON there too")
     options = parser.parse_args()
+    if options.kill is not None and (not options.pieces or options.kill > options.nodes):
+        parser.error(f"--kill needs --pieces and a node up to --nodes ({options.nodes})")
     if INSIDE not in os.environ:  # all that is made goes with the namespace
         own = ["unshare", "-m", "-n", "--propagation", "private", sys.executable, __file__, *sys.argv[1:]]
         os.execvpe("unshare", own, {**os.environ, INSIDE: "1"})

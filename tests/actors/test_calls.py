@@ -12,7 +12,18 @@ from typing import Any
 import pytest
 import ray
 from ray._private.state import state
-from ray.exceptions import GetTimeoutError, RaySystemError, RayTaskError
+from ray.exceptions import (
+    GetTimeoutError,
+    LocalRayletDiedError,
+    NodeDiedError,
+    ObjectLostError,
+    OutOfDiskError,
+    OwnerDiedError,
+    RayError,
+    RaySystemError,
+    RayTaskError,
+    WorkerCrashedError,
+)
 
 from tests import local_ray
 from tests.sync.light import Member, Stillborn
@@ -270,11 +281,54 @@ def test_to_look_who_has_ended_names_who_and_what_where_ray_breaks_off(monkeypat
         ended([Call(object(), "a", "load version 3")])  # type: ignore[arg-type]
 
 
-def test_the_search_for_a_cause_that_ray_breaks_off_tells_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ray, "wait", lost)
+def gone(*args: Any, **kwargs: Any) -> Any:
+    """As Ray's library where the raylet has died."""
+    raise OSError("Connection reset by peer")
+
+
+@pytest.mark.parametrize(("broken", "place"), [(lost, "wait"), (gone, "wait"), (gone, "get")])
+def test_the_search_for_a_cause_that_ray_breaks_off_tells_what_is_known(
+    monkeypatch: pytest.MonkeyPatch, broken: Any, place: str
+) -> None:
+    monkeypatch.setattr(ray, "wait", lambda references, **how: (references, []))
+    monkeypatch.setattr(ray, place, broken)
     calls: list[Call[Any]] = [Call(object(), who, "load version 3") for who in ("a", "b")]  # type: ignore[arg-type]
     cause = module._cause(calls[0], RuntimeError("connection closed"), calls[1:], None)
-    assert str(cause) == "a could not load version 3: RuntimeError: connection closed (no answer from b)"
+    told = "a could not load version 3: RuntimeError: connection closed"
+    assert str(cause) == (f"{told} (no answer from b)" if place == "wait" else told)
+    assert not isinstance(cause, ProcessLost)
+
+
+@pytest.mark.parametrize(
+    ("error", "is_lost"),
+    [
+        (ObjectLostError("ab", None, ""), True),
+        (OwnerDiedError("ab", None, ""), True),
+        (NodeDiedError("its node"), True),
+        (LocalRayletDiedError(), True),
+        (WorkerCrashedError(), True),
+        (OutOfDiskError("no room to spill"), False),
+        (RuntimeError("no such tensor"), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_an_answer_that_is_lost_with_its_node_is_the_loss_of_a_process(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, is_lost: bool
+) -> None:
+    monkeypatch.setattr(module, "_GRACE_S", 0.0)
+    calls: list[Call[Any]] = [Call(object(), who, "generate for step 3") for who in ("a", "b")]  # type: ignore[arg-type]
+    for pending in ([], calls[1:]):
+        assert isinstance(module._cause(calls[0], error, pending, None), ProcessLost) is is_lost
+    if not isinstance(error, RayError):
+        return
+
+    def fails(*given: object, **how: object) -> None:
+        raise error
+
+    monkeypatch.setattr(ray, "wait", fails)
+    with pytest.raises(RunError, match=r"^a could not generate for step 3: ") as caught:
+        calls[0].result(LIMIT)
+    assert isinstance(caught.value, ProcessLost) is is_lost
 
 
 def test_on_an_event_loop_a_wait_that_ray_itself_breaks_off_names_who_and_what() -> None:
@@ -298,10 +352,6 @@ def test_ray_keeps_no_record_of_calls(member: Any) -> None:
 @pytest.mark.parametrize("place", ["wait", "get"])
 def test_a_raylet_that_is_gone_is_the_loss_of_a_process(monkeypatch: pytest.MonkeyPatch, place: str) -> None:
     """Ray's library says OSError; an actor's own OSError stays the actor's failure."""
-
-    def gone(*given: object, **how: object) -> None:
-        raise OSError("Connection reset by peer")
-
     monkeypatch.setattr(ray, "wait", lambda references, **how: (references, []))
     monkeypatch.setattr(ray, place, gone)
     with pytest.raises(

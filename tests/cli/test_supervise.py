@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -42,8 +41,6 @@ def notes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Notes]:
     with open(os.memfd_create("notes", 0), "r+b", buffering=0) as file:
         monkeypatch.setenv(NOTES, str(file.fileno()))
         yield Notes(file.fileno())
-    if (driver := supervision.driver()) is not None:
-        atexit.unregister(driver.over)
 
 
 @pytest.mark.parametrize("arguments", [["--supervise", "seed=1"], ["seed=1", "--supervise"]])
@@ -108,14 +105,25 @@ def test_help_needs_no_supervisor(text: str, capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().out
 
 
+def begin(launcher: StandIn) -> Callable[[object], int]:
+    """Has a run of the stand-in note that its attempt has begun, where it is supervised."""
+
+    def behave(cfg: object) -> int:
+        if (driver := supervision.driver()) is not None:
+            driver.begun(launcher.calls[-1].run_dir, 0, most=3, restarts=[], story=[])
+        return 0
+
+    return behave
+
+
 def test_a_supervised_driver_runs_and_its_programs_are_not_supervised(notes: Notes, launcher: StandIn) -> None:
+    launcher.behave = begin(launcher)
     assert cli.main(["run", "--supervise", "hydra.run.dir=it"]) == 0
     (call,) = launcher.calls
-    driver = supervision.driver()
-    assert driver is not None
     assert NOTES not in os.environ
-    driver.begun(call.run_dir, most=3, restarts=[], story=[])
-    assert notes.read()[-1].get("arguments") == [str(call.run_dir)]
+    begun, over = notes.read()
+    assert begun["arguments"] == [str(call.run_dir)]
+    assert over == {"over": True}
 
 
 def test_a_driver_that_resumes_after_another_goes_on_by_its_arguments(
@@ -124,12 +132,10 @@ def test_a_driver_that_resumes_after_another_goes_on_by_its_arguments(
     assert cli.main(["run", "hydra.run.dir=it"]) == 0
     monkeypatch.setattr(supervision, "_has_run", False)  # that was another program
     notes.append(Note(run="it/run.json", arguments=["it", "--allow-target=mine"], most=3, restarts=[], story=[]))
+    launcher.behave = begin(launcher)
     assert cli.main(["resume", "it", "--supervise"]) == 0
     assert launcher.calls[-1].resume is not None
-    driver = supervision.driver()
-    assert driver is not None
-    driver.begun(Path("it"), most=3, restarts=[], story=[])
-    assert notes.read()[-1].get("arguments") == ["it", "--allow-target=mine"]
+    assert notes.read()[-2].get("arguments") == ["it", "--allow-target=mine"]
 
 
 @pytest.mark.parametrize("first", [["--supervise"], []], ids=["supervised", "alone"])
@@ -145,13 +151,24 @@ def test_the_first_run_of_a_program_alone_is_supervised(
     assert not (tmp_path / "another").exists()
 
 
-def test_a_further_run_of_a_supervised_program_is_not_resumed(notes: Notes, launcher: StandIn) -> None:
-    for name in ("it", "another"):
-        assert cli.main(["run", f"hydra.run.dir={name}"]) == 0
-    driver = supervision.SupervisedDriver(notes, resumes=False)
-    for call in launcher.calls:
-        driver.begun(call.run_dir, most=3, restarts=[], story=[])
-    assert [note.get("over", False) for note in notes.read()] == [False, True]
+@pytest.mark.parametrize(
+    ("first", "code"),
+    [
+        (["run", "--supervise", "hydra.run.dir=it"], 0),
+        (["run", "--supervise", "no.such.key=1"], 2),
+        (["resume", "missing", "--supervise"], 2),
+    ],
+    ids=["done", "refused", "refused resume"],
+)
+@pytest.mark.parametrize("more", [["hydra.run.dir=another"], ["-m", "seed=1,2", "hydra.sweep.dir=sweep"]], ids=str)
+def test_what_a_program_starts_after_its_supervised_command_is_not_supervised(
+    notes: Notes, launcher: StandIn, first: list[str], code: int, more: list[str]
+) -> None:
+    assert cli.main(first) == code
+    assert notes.read() == [{"over": True}]
+    launcher.behave = begin(launcher)
+    assert cli.main(["run", *more]) == 0
+    assert notes.read() == [{"over": True}]
 
 
 def test_a_fork_of_a_driver_does_not_say_that_the_run_is_over(notes: Notes) -> None:

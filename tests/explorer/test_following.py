@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from trinity_sync.actors.explorer_client import LoadFailed, LoadReport
-from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.errors import ProcessLost, RunError, WaitTimeout
 from trinity_sync.explorer.actor import Explorer, ExplorerSpec, Follower
 from trinity_sync.explorer.engine import RolloutEngine
 from trinity_sync.protocol.rounds import RoundMember
@@ -180,12 +180,13 @@ def test_a_load_that_is_under_way_ends_before_anything_is_begun_and_before_the_s
     assert outcome[0].batch.version_steps.tolist() == [0, 0, 1, 1]
 
 
+@pytest.mark.parametrize("kind", [RunError, ProcessLost])
 def test_a_version_that_cannot_be_taken_ends_what_is_made_and_the_next_one_goes_on(
-    explorer: Explorer, versions: Versions, engine: Beside
+    explorer: Explorer, versions: Versions, engine: Beside, kind: type[RunError]
 ) -> None:
     def fails() -> None:
         versions.held = None
-        raise RunError("the last bucket cannot be read now")
+        raise kind("the last bucket cannot be read now")
 
     loaded = threading.Event()
     versions.loads = [lambda: None, loaded.set, fails]
@@ -198,6 +199,7 @@ def test_a_version_that_cannot_be_taken_ends_what_is_made_and_the_next_one_goes_
     [error] = outcome
     assert isinstance(error, LoadFailed)
     error = pickle.loads(pickle.dumps(error))
+    assert error.lost is (kind is ProcessLost)
     assert str(error) == "explorer-0 could not load the newest version: the last bucket cannot be read now"
     assert error.load.version == Version(0, 0)
     assert [load.version for _, load in error.beside] == [Version(0, 1)]
@@ -287,10 +289,11 @@ def test_who_can_no_longer_ask_for_versions_says_so(versions: Versions) -> None:
     given_up = threading.Event()
 
     def newer(timeout_s: float) -> Version:
-        raise RunError("the synchronizer is gone")
+        raise ProcessLost("the synchronizer is gone")
 
     with (
-        pytest.raises(LoadFailed, match=r"^the synchronizer is gone$"),
+        pytest.raises(LoadFailed, match=r"^the synchronizer is gone$") as caught,
         Follower(newer, versions.load, lambda: False, given_up.set),  # type: ignore[arg-type]
     ):
         assert given_up.wait(LIMIT)
+    assert caught.value.lost

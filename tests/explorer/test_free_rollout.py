@@ -15,7 +15,7 @@ import pytest
 
 from trinity_sync.actors.calls import MemberDied
 from trinity_sync.actors.explorer_client import ExplorerClient, LoadFailed, LoadReport, Produced
-from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.errors import ProcessLost, RunError, WaitTimeout
 from trinity_sync.explorer.rollout import LOAD_TRIES, FreeRollout
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.advantages import GroupFilter, group_advantages
@@ -301,8 +301,19 @@ def test_a_load_that_failed_is_repeated_and_told(runs: Runs) -> None:
     assert [where for where, _ in runs.faults] == ["a"] * (LOAD_TRIES - 1)
     assert members.replaced == []
     members.orders["a"] = [fails] * LOAD_TRIES
-    with pytest.raises(RunError, match="bucket 3 arrived damaged, and no other explorer is left"):
+    with pytest.raises(RunError, match="bucket 3 arrived damaged, and no other explorer is left") as caught:
         train(rollout, members, *range(2, 9))
+    assert not isinstance(caught.value, ProcessLost)
+
+
+def test_loads_that_fail_for_a_lost_process_end_as_its_loss_which_can_be_healed(runs: Runs) -> None:
+    def fails() -> None:
+        raise LoadFailed("a could not load the newest version: the node agent died before it could send", lost=True)
+
+    members = Pretend("a")
+    members.orders["a"] = [fails] * LOAD_TRIES
+    with pytest.raises(ProcessLost, match=r"the node agent died before .* and no other explorer is left"):
+        train(runs.start(members), members, 1)
 
 
 def test_an_error_that_no_restart_mends_ends_the_run(runs: Runs) -> None:

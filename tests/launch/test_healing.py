@@ -370,6 +370,44 @@ def test_an_attempt_that_a_driver_began_before_it_could_note_it_is_its_own(died:
     assert judged.after_deaths(cfg, tmp_path, Resume()) == Resume()
 
 
+def test_an_attempt_that_a_heal_began_is_the_driver_s_own_also_where_it_died_before_the_note(
+    died: Any, notes: Notes, tmp_path: Path
+) -> None:
+    """The next attempt is in run.json seconds before it is noted, as the logs of a long run are read in between."""
+    judged, cfg = died(noted=0)
+    second = (tmp_path / "run.json").read_text()
+    (tmp_path / "run.json").write_text(second.replace('"attempt": 1', '"attempt": 0'))
+    with RunFolder.open(tmp_path, resume=True) as folder:
+        start = Start(0, True, tmp_path / "checkpoints", None)
+        assert judged.goes_on(folder, start, LAST, DEATH, 0, 990.0) is not None
+    (tmp_path / "run.json").write_text(second)
+    notes.append(Note(died=KILLED, time=995.0))
+    again = Healing(3, 100.0, 25.0, Clock(), SupervisedDriver(notes, resumes=True))
+    assert again.after_deaths(cfg, tmp_path, Resume()) == Resume()
+
+
+def test_the_deaths_of_a_run_are_not_charged_to_another_one_that_the_program_resumes(died: Any, tmp_path: Path) -> None:
+    judged, cfg = died(990.0)
+    another = tmp_path / "another"
+    another.mkdir()
+    before = (tmp_path / "run.json").read_text()
+    (another / "run.json").write_text(before)
+    asked = Resume(from_scratch=True)
+    assert judged.after_deaths(cfg, another, asked) == asked
+    assert (another / "run.json").read_text() == before
+    assert judged.event(4) is None
+    assert lock_owner(another) is None
+
+
+def test_a_heal_does_not_depend_on_a_record_that_cannot_be_read_now(died: Any, notes: Notes, tmp_path: Path) -> None:
+    judged, _ = died()
+    with RunFolder.open(tmp_path, resume=True) as folder:
+        (tmp_path / "run.json").write_text("")
+        start = Start(0, True, tmp_path / "checkpoints", None)
+        assert judged.goes_on(folder, start, LAST, DEATH, 1, 990.0) is not None
+    assert notes.read()[-1]["attempt"] == 2
+
+
 def test_restarts_count_over_drivers_and_the_last_error_tells_each(died: Any, tmp_path: Path) -> None:
     judged, cfg = died(990.0, restarts=[(950.0, 4), (960.0, 4), (970.0, 4)])
     told = "The restarts are used up .*; before that, attempt 0: of before$"
@@ -415,11 +453,11 @@ def test_a_run_whose_last_checkpoint_is_committed_is_not_resumed_after_its_drive
 def test_a_driver_notes_what_the_next_one_needs(died: Any, notes: Notes, tmp_path: Path) -> None:
     judged, cfg = died(990.0)
     judged.after_deaths(cfg, tmp_path, Resume())
-    judged.begun(tmp_path)
+    judged.begun(tmp_path, 2)
     report = notes.read()[-1]
     assert report == {
         "run": str(tmp_path / "run.json"),
-        "attempt": 1,
+        "attempt": 2,
         "arguments": ["run"],
         "most": 3,
         "restarts": [[1000.0, 4]],

@@ -23,7 +23,7 @@ from tests.sync.test_loading import FolderStore, side_of
 from tests.weights.helpers import reference_digest
 from trinity_sync.actors.agent_client import AgentClient, SharedDelta, WrittenDelta
 from trinity_sync.actors.synchronizer_client import Sealed
-from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.errors import ProcessLost, RunError, WaitTimeout
 from trinity_sync.host.hardware import peak_rss
 from trinity_sync.protocol.parts import version_folder
 from trinity_sync.protocol.versions import Version
@@ -457,6 +457,38 @@ class MemoryRun(Run):
             raise WaitTimeout("the node agent", "send a delta", limit)
 
         patch.setattr("trinity_sync.sync.deltas.Call", lambda *given: SimpleNamespace(result=result))
+
+
+@pytest.mark.parametrize(
+    ("error", "is_lost"),
+    [
+        (ProcessLost("pid 7 does not reach Ray's raylet on its node any more"), True),
+        (WaitTimeout("the node agent", "make the deltas", 1.0), False),
+        (RunError("an unknown codec"), False),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_a_lost_process_is_no_reason_to_publish_a_version_in_full(
+    monkeypatch: pytest.MonkeyPatch, error: Exception, is_lost: bool
+) -> None:
+    outcomes = [error]
+
+    def results(*given: object) -> list[Any]:
+        if outcomes:
+            raise outcomes.pop()
+        return []
+
+    monkeypatch.setattr("trinity_sync.sync.deltas.results", results)
+    node = SimpleNamespace(node=0)
+    side: Any = SimpleNamespace(versions=None, base_every=None, agents={}, timeout_s=1.0, version_bytes=node)
+    sealed = Sealed(version=Version(0, 2), slot=1, digest=None, parts={})
+    deltas = VersionDeltas(side, "auto", always=False)
+    deltas._before = Version(0, 1), 0
+    if not is_lost:
+        assert deltas.encode(sealed, pays=True) is None
+        return
+    with pytest.raises(ProcessLost, match="raylet"):
+        deltas.encode(sealed, pays=True)
 
 
 @pytest.fixture

@@ -20,7 +20,7 @@ from ray.exceptions import LocalRayletDiedError, ObjectFetchTimedOutError, OutOf
 from tests import local_ray
 from tests.sync.helpers import LIMIT, odd_weights, random_weights
 from tests.sync.light import Module
-from trinity_sync.errors import RunError, WaitTimeout
+from trinity_sync.errors import ProcessLost, RunError, WaitTimeout
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync import Synchronizer, state_dicts
 from trinity_sync.weights.tensors import state_digest
@@ -170,6 +170,16 @@ def test_what_one_reader_cannot_fetch_is_not_lost_for_all(
     with pytest.raises(RunError, match="the tensors of version 20 ") as raised:
         state_dicts.get(Version(0, 20), stored, LIMIT)
     assert isinstance(raised.value, state_dicts.StateLostError) is lost
+
+
+def test_a_raylet_that_is_gone_is_the_loss_of_a_process_to_a_reader(monkeypatch: pytest.MonkeyPatch) -> None:
+    def gone(*_: Any, **__: Any) -> None:
+        raise OSError("Connection reset by peer")
+
+    monkeypatch.setattr(ray, "get", gone)
+    stored = state_dicts.StoredState(tensors=[], bucket_bytes=1, digests=[], buckets=[])
+    with pytest.raises(ProcessLost, match="does not reach Ray's raylet"):
+        state_dicts.get(Version(0, 20), stored, LIMIT)
 
 
 def _when_lost(synchronizer: Synchronizer) -> str:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from trinity_sync.actors.agent_client import AgentClient
-from trinity_sync.errors import RunError
+from trinity_sync.errors import ProcessLost, RunError
 from trinity_sync.host.channel import Connection, Listener, open_connection
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync.pieces import (
@@ -276,6 +276,16 @@ def test_a_source_that_stalls_or_sends_anything_else_is_left(
     assert error.startswith(f"piece 0 of {PART}")
     np.testing.assert_equal(why.split()[0] in error, True)
     assert bytes(node.memory) == owner.data
+
+
+def test_an_owner_that_stalls_twice_is_a_process_that_hangs(make_owner: MakeOwner, make_node: MakeNode) -> None:
+    owner, node = make_owner(random_bytes(6 * PIECE)), make_node("node", stall_s=0.4)
+    silent = Listener((HERE, 0), SECRET, say())
+    stuck = PieceSource(HERE, int(silent.address[1]), "the owner", owner=True)
+    owner.chain = NodeChain(owner.held, stuck)
+    with pytest.raises(ProcessLost, match=r"^piece 0 .*, from the owner: the owner did not send .* within 0\.4 s"):
+        node.bring(owner)
+    silent.close()
 
 
 def test_a_node_that_waits_for_its_own_source_is_not_taken_for_a_stalled_one(

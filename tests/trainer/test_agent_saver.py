@@ -24,7 +24,7 @@ from trinity_sync.backends.meetings import Meetings
 from trinity_sync.checkpoint import CheckpointCoordinator, CheckpointMonitor
 from trinity_sync.checkpoint.folder import catalog
 from trinity_sync.checkpoint.monitor import MonitorConfig
-from trinity_sync.errors import RunError
+from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.protocol.parts import FULL
 from trinity_sync.sync import Synchronizer, SynchronizerConfig
 from trinity_sync.sync.node_agent import AgentConfig, NodeAgent
@@ -247,6 +247,36 @@ def test_a_segment_for_which_there_was_no_room_is_asked_for_again(saves: Saves, 
     backend.weights = small
     saver.save(step + 3, saves.begin(step + 3, [f"rank-{step}"]))
     ray.get(saves.monitor.wait_committed.remote(step + 3, 0, LIMIT), timeout=LIMIT)
+
+
+def test_a_wait_for_room_that_has_ended_too_early_fails_no_save_for_which_there_is_room(
+    saves: Saves, step: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The agent may need longer than the limit to allocate, and have the room long before the first save."""
+    reserve, late = AgentClient.reserve_state, []
+
+    class Late(Call[Any]):
+        def result(self, timeout_s: float) -> Any:
+            if not late:
+                late.append(timeout_s)
+                raise WaitTimeout(self.who, self.what, timeout_s)
+            return super().result(timeout_s)
+
+    def asked(agent: AgentClient, part: str, nbytes: int) -> Call[Any]:
+        call = reserve(agent, part, nbytes)
+        return Late(call.reference, call.who, call.what)
+
+    monkeypatch.setattr(AgentClient, "reserve_state", asked)
+    saver = saves.saver(PretendBackend())
+    saver.prepare()
+    assert saver._mapping is not None
+    with pytest.raises(WaitTimeout):
+        saver._mapping.result(LIMIT)
+    assert saver._reserving is not None
+    assert saver._reserving.has_ended(LIMIT)
+    saver.save(step, saves.begin(step))
+    assert saves.committed(step)["weight"].eq(0).all()
+    saver.finish()
 
 
 @ray.remote(num_cpus=0)

@@ -19,7 +19,17 @@ import ray
 from ray import ObjectRef
 from ray._private import utils
 from ray.actor import ActorHandle
-from ray.exceptions import GetTimeoutError, OutOfMemoryError, RayActorError, RayError, RayTaskError
+from ray.exceptions import (
+    GetTimeoutError,
+    LocalRayletDiedError,
+    NodeDiedError,
+    ObjectLostError,
+    OutOfMemoryError,
+    RayActorError,
+    RayError,
+    RayTaskError,
+    WorkerCrashedError,
+)
 
 from trinity_sync.actors.pending import ANSWER_S, CallTransport, MemberDied, Pending, Unanswered, ended
 from trinity_sync.errors import ProcessLost, RunError, TrinityError, WaitTimeout
@@ -53,7 +63,7 @@ def _of_raylet(error: Exception) -> bool:
 
 
 def put(value: T) -> ObjectRef[T]:
-    """As Ray's `put`. Raises ProcessLost as `connected`."""
+    """As Ray's `put`. Raises ProcessLost as `connected`; but Ray may end this process where its raylet has died."""
     with connected():
         return ray.put(value)
 
@@ -216,7 +226,11 @@ def _failure(*calls: Call[T]) -> tuple[Call[T], Exception] | None:
 def _broken_off(calls: Collection[Call[T]], error: RayError, what: str | None = None) -> RunError:
     """Return the error of a wait that Ray itself ended, such as after the death of the raylet."""
     what = what or next(iter(calls)).what
-    return RunError(f"{_names(calls)} could not {what}: {type(error).__name__}: {error}")
+    return _kind(error)(f"{_names(calls)} could not {what}: {type(error).__name__}: {error}")
+
+
+def _kind(error: BaseException) -> type[RunError]:
+    return ProcessLost if isinstance(error, LOSSES) else RunError
 
 
 _GRACE_S = 3.0
@@ -231,11 +245,11 @@ def _cause(call: Call[T], error: Exception, pending: list[Call[T]], what: str | 
             rest = max(0.0, deadline - time.monotonic())
             try:
                 done, _ = ray.wait([other.reference for other in pending], num_returns=1, timeout=rest)
-            except RayError:
+                ended = [other for other in pending if other.reference in done]
+                pending = [other for other in pending if other.reference not in done]
+                found = _failure(ended[0]) if ended else None
+            except (RayError, OSError, ProcessLost):  # the raylet is lost, and the first error is still the cause
                 break
-            ended = [other for other in pending if other.reference in done]
-            pending = [other for other in pending if other.reference not in done]
-            found = _failure(ended[0]) if ended else None
             if found is not None and (isinstance(found[1], DEATHS) or _expected(found[1])):
                 call, error = found
                 break
@@ -254,7 +268,7 @@ def _cause(call: Call[T], error: Exception, pending: list[Call[T]], what: str | 
     # a member without an answer may be the cause: its peers report a timeout
     note = f" (no answer from {_names(pending)})" if pending else ""
     told = f"{call.who} could not {what}: {error_text(cause)}{note}"
-    wrapped = Unanswered(told, seconds) if pending else RunError(told)
+    wrapped = Unanswered(told, seconds) if pending and not isinstance(cause, LOSSES) else _kind(cause)(told)
     wrapped.__cause__ = error
     return wrapped
 
@@ -273,6 +287,9 @@ def _expected(error: Exception) -> TrinityError | None:
 
 DEATHS = (RayActorError, OutOfMemoryError)
 """Errors of a call to a dead actor; the second means out of memory."""
+
+LOSSES = (ObjectLostError, NodeDiedError, LocalRayletDiedError, WorkerCrashedError)
+"""Errors of an answer that is lost with a process, such as the raylet of the actor's node."""
 
 _MOST = 300
 """Longest reason, characters."""

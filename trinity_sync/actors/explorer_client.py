@@ -35,18 +35,19 @@ class LoadFailed(RunError):  # noqa: N818 - it says what happened
         why: the reason.
         load: the load before its current work, if there was one.
         beside: the loads during that work.
+        lost: the cause is a `ProcessLost`. An error's `__cause__` does not travel between processes.
     """
 
-    def __init__(self, why: str, load: LoadReport | None = None, beside: Beside = ()) -> None:
-        super().__init__(why, load, beside)
-        self.load, self.beside = load, beside
+    def __init__(self, why: str, load: LoadReport | None = None, beside: Beside = (), lost: bool = False) -> None:
+        super().__init__(why, load, beside, lost)
+        self.load, self.beside, self.lost = load, beside, lost
 
     def __str__(self) -> str:
         return str(self.args[0])
 
     def after(self, load: LoadReport | None, beside: Iterable[tuple[float, LoadReport]]) -> LoadFailed:
         """Return the same error with the loads that had succeeded."""
-        return LoadFailed(str(self), load, tuple(beside))
+        return LoadFailed(str(self), load, tuple(beside), self.lost)
 
 
 class EngineDied(ProcessLost):

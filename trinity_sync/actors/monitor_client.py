@@ -90,7 +90,8 @@ class StepReport(TypedDict):
     """The state of a step."""
 
     state: str
-    committed: Kind | None
+    committed: Kind | None  # by any attempt
+    own: Kind | None  # by the monitor's attempt
     error: str | None
     missing: list[str]  # in words
     awaited: list[str]  # announced parts that are not complete

@@ -626,6 +626,7 @@ class CheckpointMonitor:
         return {
             "state": status.state,
             "committed": status.committed,
+            "own": self._book.own(step),
             "error": status.error,
             "missing": list(status.missing),
             "awaited": self._book.awaited(step),

@@ -97,16 +97,21 @@ def _job(cfg: DictConfig) -> float:
 
 def resume_run_or_sweep(options: argparse.Namespace) -> int:
     """Resume a run or a sweep, or show its settings; return the exit code."""
-    from trinity_sync.launch.start import Resume
-
     if options.run is None or (not options.run.exists() and "=" in options.run.name):
         raise ConfigError(_which_run())
     folder = options.run.absolute()
     is_sweep = (folder / "multirun.yaml").is_file()
-    if options.supervise:
-        from trinity_sync.launch.supervision import supervised
+    if not options.supervise:
+        return _resume(folder, options, is_sweep=is_sweep)
+    from trinity_sync.launch.supervision import supervised
 
-        supervised(resumes=True, others={"--cfg": options.cfg, "a sweep": is_sweep})
+    with supervised(resumes=True, others={"--cfg": options.cfg, "a sweep": is_sweep}):
+        return _resume(folder, options, is_sweep=False)
+
+
+def _resume(folder: Path, options: argparse.Namespace, *, is_sweep: bool) -> int:
+    from trinity_sync.launch.start import Resume
+
     if options.cfg is not None:
         return _show(folder, options)
     resume = Resume(options.from_scratch, options.skip_unreadable)

@@ -28,7 +28,7 @@ from trinity_sync.config import TARGET, build, build_task, dtype_name, load
 from trinity_sync.config.checks import sync_settings
 from trinity_sync.config.lora_settings import adapter_of, travels
 from trinity_sync.config.schema import Config, VllmConfig, VllmServerConfig
-from trinity_sync.errors import RunError, TrinityError, WaitTimeout, grown
+from trinity_sync.errors import ProcessLost, RunError, TrinityError, WaitTimeout, grown
 from trinity_sync.explorer.engine import RolloutEngine
 from trinity_sync.host.hardware import peak_memory_with_children
 from trinity_sync.host.logs import own_log, story
@@ -200,7 +200,8 @@ class Explorer:
             return self.load(version)
         except Exception as error:  # a newer version may have replaced it, and its files or the lease are gone
             why = error if isinstance(error, TrinityError) else error_text(error)
-            raise LoadFailed(f"{self._spec.name} could not load the newest version: {why}") from error
+            told, lost = f"{self._spec.name} could not load the newest version: {why}", isinstance(error, ProcessLost)
+            raise LoadFailed(told, lost=lost) from error
 
     def close(self) -> None:
         """Release the engine's resources outside of this process."""
@@ -335,7 +336,8 @@ class Follower:
         if self._over or self._holds():
             self.failed = str(error)
             return
-        self._error = error if isinstance(error, LoadFailed) else LoadFailed(str(error))
+        lost = isinstance(error, ProcessLost)
+        self._error = error if isinstance(error, LoadFailed) else LoadFailed(str(error), lost=lost)
         self._error.__cause__ = error.__cause__
         self._give_up()
 

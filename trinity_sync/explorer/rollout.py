@@ -487,10 +487,10 @@ class FreeRollout:
         if left:
             self._report(name, f"{why}; the run goes on with {', '.join(left)}. {hint}")
         elif not restarting:
-            kind = ProcessLost if isinstance(why, ProcessLost) else RunError
-            lost = kind(f"{why}, and no other explorer is left. {hint}")
-            lost.__cause__ = why
-            self.fail(lost)
+            is_lost = isinstance(why, ProcessLost) or (isinstance(why, LoadFailed) and why.lost)
+            none_left = (ProcessLost if is_lost else RunError)(f"{why}, and no other explorer is left. {hint}")
+            none_left.__cause__ = why
+            self.fail(none_left)
         return False
 
     def _report(self, name: str, error: str) -> None:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from trinity_sync.actors.calls import MemberDied
 from trinity_sync.actors.explorer_client import LOAD_TRIES, LoadReport
 from trinity_sync.actors.synchronizer_client import SynchronizerClient
-from trinity_sync.errors import RunError, TrinityError, WaitTimeout
+from trinity_sync.errors import ProcessLost, RunError, TrinityError, WaitTimeout
 from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.metrics import Line, ValidationAnswers, ValidationTimes
@@ -233,7 +233,7 @@ class VersionValidations:
         """Have an explorer load a version; False: it could not, and the validation is retried or given up."""
         try:
             report = self._pool.take(name, version)
-        except (MemberDied, WaitTimeout):
+        except ProcessLost:
             raise
         except RunError as error:
             self._failures[version.step] += 1

@@ -13,7 +13,7 @@ import shutil
 import sys
 from argparse import Namespace
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
@@ -108,9 +108,8 @@ def run_main(
         if _session.rerun:
             sys.modules.update(dict.fromkeys(FORMER_MODULES, sys.modules[Config.__module__]))
         hide_typed(line.arguments)
-        if line.supervised:
-            _supervised(line, options)
         with (
+            _supervised(line, options),
             interruptible(),
             own_modules_found(Path.cwd(), unless_named=True),
             replaced(sys, argv=[sys.argv[0], *line.arguments]),
@@ -142,12 +141,13 @@ def run_main(
     return finish_sweep(_session.sweep, codes) if _session.sweep else max(codes.values(), default=DONE)
 
 
-def _supervised(line: CommandLine, options: Namespace) -> None:
-    """Go on as the child of a supervisor, unless only a text is asked for."""
+def _supervised(line: CommandLine, options: Namespace) -> AbstractContextManager[None]:
+    """Go on as the child of a supervisor if that is asked for, unless only a text is."""
+    if not line.supervised or options.help or options.hydra_help or options.shell_completion:
+        return contextlib.nullcontext()
     names = ("multirun", "cfg", "info", "experimental_rerun")
     others = {DRY_RUN: line.dry_run, **{f"--{name.replace('_', '-')}": getattr(options, name) for name in names}}
-    if not (options.help or options.hydra_help or options.shell_completion):
-        supervision.supervised(resumes=False, others=others)
+    return supervision.supervised(resumes=False, others=others)
 
 
 def _codes() -> dict[Path, int]:

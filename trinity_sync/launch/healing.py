@@ -96,10 +96,10 @@ class Healing:
         limits = cfg.trainer.max_restarts, cfg.trainer.restart_window_s, cfg.backend.timeout_s
         return cls(*limits, driver=supervision.driver())
 
-    def begun(self, run_dir: Path) -> None:
+    def begun(self, run_dir: Path, attempt: int) -> None:
         """Tell the supervisor, if there is one, that the run has an attempt from which it can go on."""
         if self._driver is not None:
-            self._driver.begun(run_dir, most=self._most, restarts=self._restarts, story=self._story)
+            self._driver.begun(run_dir, attempt, most=self._most, restarts=self._restarts, story=self._story)
 
     def after_deaths(self, config: RunConfig, run_dir: Path, resume: Resume | None) -> Resume | None:
         """Judge the deaths of drivers before this one, and return how it resumes. Their attempt is recorded as failed,
@@ -108,8 +108,10 @@ class Healing:
         """
         if self._driver is None or resume is None or not self._driver.deaths:
             return resume
-        lock_run_folder(run_dir)
         run_json = run_dir / "run.json"
+        if Path(self._driver.before["run"]).resolve() != run_json.resolve():  # the program resumes another run now
+            return resume
+        lock_run_folder(run_dir)
         record, checkpoints = read_record(run_json), checkpoint_folder(config.settings, run_dir)
         own = self._driver.before["attempt"] + len(self._driver.deaths) - 1  # those that died later may have begun one
         if record["attempt"] > own:
@@ -145,7 +147,7 @@ class Healing:
             reached = Reached.of(folder.path, start.checkpoints, attempt=attempt, began=start.step, last=last)
             told = self.judge(error, reached, since)
         if told is not None:
-            self.begun(folder.path)  # with one more restart
+            self.begun(folder.path, attempt + 1)  # which this process may write to run.json and die
         elif self._driver is not None:
             self._driver.over()  # before Ray ends, which may end this process
         return told

@@ -79,7 +79,7 @@ class Healer(Protocol):
         self, folder: RunFolder, start: Start, last: int, error: BaseException, attempt: int, since: float
     ) -> str | None: ...
 
-    def begun(self, run_dir: Path) -> None: ...
+    def begun(self, run_dir: Path, attempt: int) -> None: ...
 
     def event(self, step: int) -> HealEvent | None: ...
 
@@ -139,10 +139,10 @@ def run(
         recorder = _recorder(config, folder, start, owner, threads, last_step, looked.trackers, healing)
         marks.pop_all()  # the run has begun: its marks stay
         try:
-            if healing is not None:
-                healing.begun(folder.path)
             stack.enter_context(last_words(partial(recorder.finish, "interrupted")))
             with recorder, deaths_told(recorder.fault), saving if resume else contextlib.nullcontext():
+                if healing is not None:
+                    healing.begun(folder.path, recorder.attempt)
                 if scanned.counts is not None:
                     recorder.event(RowsEvent(**scanned.counts._asdict()))
                 prepared = Preparation(

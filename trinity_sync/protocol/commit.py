@@ -89,6 +89,10 @@ class CommitBook:
         done = visible is not None and covers(visible, kind or STATE_DICT)
         return StepStatus("committed" if done else "unknown", visible)
 
+    def own(self, step: int) -> Kind | None:
+        """Return the kind as which this attempt has committed a step; None: it has not."""
+        return self._committed.own(step)
+
     def has(self, step: int, part: str) -> bool:
         """Return whether the part is in. Writing its files again would damage the commit."""
         entry = self._steps.get(step)

@@ -23,10 +23,10 @@ import numpy as np
 from ray.exceptions import RayError
 
 from trinity_sync.actors.agent_client import AgentClient, SharedDelta, WrittenDelta
-from trinity_sync.actors.calls import Call, MemberDied, put, results
+from trinity_sync.actors.calls import Call, put, results
 from trinity_sync.actors.rank_client import Broadcast
 from trinity_sync.actors.synchronizer_client import Sealed
-from trinity_sync.errors import RunError, grown
+from trinity_sync.errors import ProcessLost, RunError, WaitTimeout, grown
 from trinity_sync.host.logs import story
 from trinity_sync.protocol.parts import INDEX, PartInfo, delta_file, shard_file, version_folder
 from trinity_sync.protocol.versions import Lease, Version
@@ -108,7 +108,7 @@ class VersionDeltas:
         try:
             found = results(calls, limit_s, f"make the deltas of version {sealed.version}")
         except RunError as error:
-            if self._always or self.kept or isinstance(error, MemberDied):
+            if self._always or self.kept or _is_lost(error):
                 raise
             self._fault = f"version {sealed.version} is published in full: {error}"
             story.warning("%s", self._fault)
@@ -128,7 +128,7 @@ class VersionDeltas:
         try:
             found = results(calls, limit_s, f"make the deltas from version {base}")
         except RunError as error:
-            if isinstance(error, MemberDied):
+            if _is_lost(error):
                 raise
             self._fault = f"the history has no delta from version {base} to {sealed.version}: {error}"
             story.warning("%s", self._fault)
@@ -204,6 +204,11 @@ class VersionDeltas:
         except RunError as error:
             story.warning("version %s is sent in full: %s", sealed.version, error)
             return None
+
+
+def _is_lost(error: RunError) -> bool:
+    """Whether a process has died, so that the version cannot be published in full either."""
+    return isinstance(error, ProcessLost) and not isinstance(error, WaitTimeout)
 
 
 class KeptDeltas:

@@ -12,6 +12,7 @@ import torch
 from ray.exceptions import GetTimeoutError, ObjectFetchTimedOutError, ObjectLostError, RayError
 from xxhash import xxh3_128_digest
 
+from trinity_sync.actors.calls import connected
 from trinity_sync.actors.synchronizer_client import StoredState
 from trinity_sync.errors import RunError, WaitTimeout, grown
 from trinity_sync.protocol.versions import Version
@@ -49,7 +50,8 @@ def get(version: Version, stored: StoredState, timeout_s: float) -> dict[str, to
     buckets = list(layouts(stored.tensors, stored.bucket_bytes))
     limit_s = grown(timeout_s, sum(bucket.nbytes for bucket in buckets))
     try:
-        arrays = ray.get(stored.buckets, timeout=limit_s)
+        with connected():
+            arrays = ray.get(stored.buckets, timeout=limit_s)
     except GetTimeoutError:
         raise WaitTimeout("the object store", f"hand out version {version}", limit_s) from None
     except RayError as error:

@@ -477,7 +477,7 @@ class AgentSaver(Saver[Backend]):
             if not wait([self._mapping], limit).done:
                 raise WaitTimeout("the node agent", "make room for the training state", limit)
             error, self._mapping = self._mapping.exception(), None
-            if isinstance(error, WaitTimeout):
+            if isinstance(error, WaitTimeout) and self._reserving is not None and not self._reserving.has_ended():
                 raise error
         self._map(planned.nbytes)
         assert self._segment is not None, "_map() made it"
@@ -501,7 +501,8 @@ class AgentSaver(Saver[Backend]):
             print(note, file=sys.stderr)
         # to page-lock the pages brings them in place, without the interpreter's lock
         self._segment = map_segment(Path(path), nbytes, writable=True, populate=not torch.cuda.is_available())
-        pin_segment(self._segment)
+        if not pin_segment(self._segment) and torch.cuda.is_available():  # the driver refuses it, as for a file
+            self._segment = map_segment(Path(path), nbytes, writable=True)
 
 
 _ACTOR = "actor"

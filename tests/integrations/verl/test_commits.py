@@ -40,6 +40,7 @@ def test_what_follows_a_commit_waits_for_the_trainer_as_long_as_that_takes_and_f
     client.notify_beside(1, attempt=0).result(LIMIT)
     assert followed.wait(LIMIT)
     commits.raise_failures()
+    assert [client.status(step).result(LIMIT)["own"] for step in (1, 2)] == [FULL, None]
     handle.close()
 
 
@@ -67,7 +68,18 @@ def test_a_commit_that_comes_as_its_wait_ends_is_followed() -> None:
     monitor = MagicMock()
     late = WaitTimeout("step 1", "be committed", 0.3)
     monitor.wait_committed.return_value.result.side_effect = [late, {"path": "here"}]
-    monitor.status.return_value.result.return_value = {"awaited": [], "committed": FULL}
+    monitor.status.return_value.result.return_value = {"awaited": [], "own": FULL}
+    commits, followed = Commits(monitor, 0, LIMIT), list[str | None]()
+    commits.follow(1, FULL, followed.append)
+    commits.wait()
+    assert followed == ["here"]
+
+
+def test_the_commit_of_an_earlier_attempt_puts_no_limit_to_the_wait_for_the_trainer() -> None:
+    monitor = MagicMock()
+    late = WaitTimeout("step 1", "be committed", 0.3)
+    monitor.wait_committed.return_value.result.side_effect = [late, late, late, {"path": "here"}]
+    monitor.status.return_value.result.return_value = {"awaited": ["beside"], "committed": FULL, "own": None}
     commits, followed = Commits(monitor, 0, LIMIT), list[str | None]()
     commits.follow(1, FULL, followed.append)
     commits.wait()
@@ -110,10 +122,11 @@ def test_of_what_is_dropped_nothing_is_raised_also_when_it_fails_later(
     assert commits.following() == []
 
 
-def test_a_commit_that_takes_long_though_all_is_written_is_told() -> None:
+@pytest.mark.parametrize("earlier", [None, FULL])
+def test_a_commit_that_takes_long_though_all_is_written_is_told(earlier: str | None) -> None:
     monitor = MagicMock()
     monitor.wait_committed.side_effect = [WaitTimeout("step 1", "be committed", LIMIT), RunError("asked again")]
-    monitor.status.return_value.result.return_value = {"awaited": [], "committed": None}
+    monitor.status.return_value.result.return_value = {"awaited": [], "committed": earlier, "own": None}
     commits = Commits(monitor, 0, LIMIT)
     commits.follow(1, FULL, lambda _: None)
     with pytest.raises(WaitTimeout, match="step 1"):

@@ -608,10 +608,11 @@ class Commits:
                 return self._wait_for(step, kind)
             except WaitTimeout:
                 status = self._monitor.status(step).result(self._timeout_s + ANSWER_S)
-                if status["committed"] in (kind, FULL):  # meanwhile
-                    return self._wait_for(step, kind)
-                if not status["awaited"] or not all(map(is_beside, status["awaited"])):
+                if status["awaited"] and all(map(is_beside, status["awaited"])):
+                    continue
+                if status["own"] not in (kind, FULL):
                     raise
+                return self._wait_for(step, kind)  # the commit came as the wait ended
 
     def _wait_for(self, step: int, kind: Kind) -> str | None:
         call = self._monitor.wait_committed(step, self._attempt, self._timeout_s, kind=kind)
