@@ -30,7 +30,7 @@ from trinity_sync.sync.broadcast_group import BroadcastGroup, device_of, make_gr
 from trinity_sync.sync.checkpoint import CheckpointTransport
 from trinity_sync.sync.memory import MemoryTransport
 from trinity_sync.sync.nccl import NcclTransport
-from trinity_sync.sync.weight_loader import InPlace, WeightLoader
+from trinity_sync.sync.weight_loader import LiveTensors, WeightLoader
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.shards import row_slice, whole
 from trinity_sync.weights.slots import map_segment
@@ -212,7 +212,7 @@ class BenchExplorer(Member):
                 "nccl": lambda: NcclTransport(self._name, layouts),
             }
             transport = transports[mode]()
-            target = InPlace(self._model, transport, layouts, verify)
+            target = LiveTensors(self._model, transport, layouts, verify)
             self._loaders[self._how] = WeightLoader(rounds.RoundMember.new(self._name), target, self._synchronizer)
         return self._loaders[self._how]
 

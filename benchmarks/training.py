@@ -37,7 +37,7 @@ from verl.utils import torch_functional
 
 from trinity_sync.config import compose, typed
 from trinity_sync.models.architecture import make_model
-from trinity_sync.trainer.training_batch import Batching, grpo_batch, micro_batch_size
+from trinity_sync.trainer.training_batch import BatchSizes, grpo_batch, micro_batch_size
 from trinity_sync.trainer.worker_spec import worker_spec
 
 BY_TOKEN = torch_functional.logprobs_from_logits_v2
@@ -91,10 +91,10 @@ def _steps(model: Path) -> dict[str, Callable[[], None]]:
     default = [(4, 3 if draw.random() < 0.9 else 2) for _ in range(256)]
     make_model(typed(compose()).model.architecture or {}, 0, model)
     engines = {way: _engine(model, f"trainer.remove_padding={way}") for way in ("never", "always")}
-    padded: Batching = {"micro_batch": micro_batch_size(256, 256), "global_mini_batch": 256}
-    by_sequences: Batching = {"micro_batch": 64, "global_mini_batch": 128}
-    by_length: Batching = {"micro_batch": 16, "global_mini_batch": 128}
-    by_tokens: Batching = {"micro_batch": 128, "global_mini_batch": 128, "max_tokens": MAX_TOKENS, "packed": True}
+    padded: BatchSizes = {"micro_batch": micro_batch_size(256, 256), "global_mini_batch": 256}
+    by_sequences: BatchSizes = {"micro_batch": 64, "global_mini_batch": 128}
+    by_length: BatchSizes = {"micro_batch": 16, "global_mini_batch": 128}
+    by_tokens: BatchSizes = {"micro_batch": 128, "global_mini_batch": 128, "max_tokens": MAX_TOKENS, "packed": True}
     from trinity_sync.backends.lean_verl import log_probs
 
     return {

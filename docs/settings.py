@@ -8,7 +8,7 @@ from pathlib import Path
 import yaml
 
 from trinity_sync import config
-from trinity_sync.config.description import Described, described, group_comments
+from trinity_sync.config.description import SettingDescription, described, group_comments
 
 PAGE = Path(__file__).with_name("settings.md")
 LISTS = ("retention", "tracker")
@@ -57,7 +57,7 @@ def _options(group: str, usual: Sequence[str]) -> str:
 
 def _keys(group: str) -> Iterator[str]:
     """A table for each file, those first from which several options take keys."""
-    settings: dict[Path, dict[str, Described]] = {}
+    settings: dict[Path, dict[str, SettingDescription]] = {}
     users: dict[Path, dict[str, None]] = {}
     for setting in described():
         of_group, _, name = setting.option.partition("=")
@@ -73,7 +73,7 @@ def _keys(group: str) -> Iterator[str]:
         yield _table(settings[file].values())
 
 
-def _table(settings: Iterable[Described]) -> str:
+def _table(settings: Iterable[SettingDescription]) -> str:
     lines = ["| key | type | default | |", "|---|---|---|---|"]
     for setting in settings:
         kind, default, comment = map(_cell, (setting.type, setting.default, setting.comment))

@@ -30,7 +30,7 @@ from trinity_sync.config import Config, typed
 from trinity_sync.errors import ConfigError
 from trinity_sync.explorer.actor import explorer_spec
 from trinity_sync.launch.job import Job
-from trinity_sync.launch.row_scan import Scanned
+from trinity_sync.launch.row_scan import ScannedTask
 from trinity_sync.launch.sample_source import sample_journal
 from trinity_sync.launch.start import Start
 from trinity_sync.models.architecture import make_model
@@ -177,7 +177,7 @@ def built(cfg: DictConfig, folder: Path) -> Any:
         parts += [vars(explorer) | {"task": None, "member": None}]
     task, validating = config.build_task(cfg.task, cfg.seed), config.validation_task(cfg)
     asked = () if validating is None else config.validation_items(cfg, validating)
-    return content([*parts, task, loop_of(run, model, Scanned(task, None, asked)), trained(worker)])
+    return content([*parts, task, loop_of(run, model, ScannedTask(task, None, asked)), trained(worker)])
 
 
 def trained(spec: WorkerSpec) -> Any:
@@ -210,7 +210,7 @@ def trained(spec: WorkerSpec) -> Any:
     )
 
 
-def loop_of(cfg: Config, model: str, scanned: Scanned) -> Any:
+def loop_of(cfg: Config, model: str, scanned: ScannedTask) -> Any:
     job = Job.__new__(Job)
     free = cfg.trainer.schedule == "free"
     explores = cfg.algorithm.kind != "sft"

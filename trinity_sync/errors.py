@@ -25,11 +25,11 @@ class RunError(TrinityError, RuntimeError):
     """A run or a check failed after it had begun. Exit code 1. A `RuntimeError`, as callers of verl expect."""
 
 
-class ProcessLost(RunError):  # noqa: N818 - the name says what happened
+class ProcessLoss(RunError):  # noqa: N818 - named as WaitTimeout is
     """A process of a run has died or does not answer: with new processes the same work may succeed."""
 
 
-class WaitTimeout(ProcessLost):
+class WaitTimeout(ProcessLoss):
     """A wait timed out.
 
     Args:

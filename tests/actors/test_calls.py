@@ -28,8 +28,8 @@ from ray.exceptions import (
 from tests import local_ray
 from tests.sync.light import Member, Stillborn
 from trinity_sync.actors import calls as module
-from trinity_sync.actors.calls import Call, MemberDied, ended, results
-from trinity_sync.errors import ConfigError, ProcessLost, RunError, TrinityError, WaitTimeout
+from trinity_sync.actors.calls import Call, DeathError, ended, results
+from trinity_sync.errors import ConfigError, ProcessLoss, RunError, TrinityError, WaitTimeout
 from trinity_sync.host import interrupts
 from trinity_sync.host.origin import _KEPT, Origin, origin
 
@@ -125,7 +125,7 @@ def test_a_death_is_told_with_name_and_task_whether_the_call_came_before_it_or_a
 ) -> None:
     dying = mortal.die_when.remote(tmp_path)
     for call in (lambda: dying, lambda: mortal.answer.remote(1)):
-        with pytest.raises(MemberDied, match=r"^explorer-1 died before it could load version 3 \(Worker") as caught:
+        with pytest.raises(DeathError, match=r"^explorer-1 died before it could load version 3 \(Worker") as caught:
             Call(call(), "explorer-1", "load version 3").result(LIMIT)
         assert (caught.value.who, caught.value.what) == ("explorer-1", "load version 3")
 
@@ -134,7 +134,7 @@ def test_a_death_is_told_before_the_errors_that_peers_saw_of_it(member: Any, mor
     error = member.fail.remote(RuntimeError("connection closed by peer"))
     touch_when_done(error, tmp_path / "after the error")
     calls = {"rank 0": error, "rank 1": mortal.die_when.remote(tmp_path / "after the error")}
-    with pytest.raises(MemberDied, match=r"^rank 1 died"):
+    with pytest.raises(DeathError, match=r"^rank 1 died"):
         results(named(calls, "train step 2"), LIMIT)
 
 
@@ -171,7 +171,7 @@ def test_an_error_that_a_silent_peer_may_have_caused_names_that_peer_too(
         RunError("bucket 3 is damaged"),
         ConfigError("no such task"),
         WaitTimeout("the trainer", "publish", 2.5),
-        MemberDied("explorer-0", "load"),
+        DeathError("explorer-0", "load"),
     ],
     ids=lambda error: type(error).__name__,
 )
@@ -212,7 +212,7 @@ def test_on_an_event_loop_a_call_says_the_same(member: Any, hanging: Any, mortal
     with pytest.raises(RunError, match=r"^rank 0 could not train step 2: GetTimeoutError: "):
         Call(member.fail.remote(GetTimeoutError("of a peer")), "rank 0", "train step 2").result(LIMIT)
     (tmp_path / "now").touch()
-    with pytest.raises(MemberDied, match=r"^rank 0 died before it could train step 2 \(Worker .+\)$"):
+    with pytest.raises(DeathError, match=r"^rank 0 died before it could train step 2 \(Worker .+\)$"):
         answer(mortal.die_when.remote(tmp_path / "now"))
 
 
@@ -239,7 +239,7 @@ def test_of_answers_that_come_together_those_before_a_failure_are_told_and_a_dea
     calls = {"a": member.answer.remote(1), "b": member.fail.remote(RuntimeError("connection closed"))}
     calls["c"] = mortal.die_when.remote(tmp_path / "now")
     ray.wait(list(calls.values()), num_returns=3, timeout=LIMIT)
-    with pytest.raises(MemberDied, match=r"^c died"):
+    with pytest.raises(DeathError, match=r"^c died"):
         results(named(calls, "load"), LIMIT, on_answer=lambda call: told.append(call.who))
     assert told == ["a"]
 
@@ -296,7 +296,7 @@ def test_the_search_for_a_cause_that_ray_breaks_off_tells_what_is_known(
     cause = module._cause(calls[0], RuntimeError("connection closed"), calls[1:], None)
     told = "a could not load version 3: RuntimeError: connection closed"
     assert str(cause) == (f"{told} (no answer from b)" if place == "wait" else told)
-    assert not isinstance(cause, ProcessLost)
+    assert not isinstance(cause, ProcessLoss)
 
 
 @pytest.mark.parametrize(
@@ -318,7 +318,7 @@ def test_an_answer_that_is_lost_with_its_node_is_the_loss_of_a_process(
     monkeypatch.setattr(module, "_GRACE_S", 0.0)
     calls: list[Call[Any]] = [Call(object(), who, "generate for step 3") for who in ("a", "b")]  # type: ignore[arg-type]
     for pending in ([], calls[1:]):
-        assert isinstance(module._cause(calls[0], error, pending, None), ProcessLost) is is_lost
+        assert isinstance(module._cause(calls[0], error, pending, None), ProcessLoss) is is_lost
     if not isinstance(error, RayError):
         return
 
@@ -328,7 +328,7 @@ def test_an_answer_that_is_lost_with_its_node_is_the_loss_of_a_process(
     monkeypatch.setattr(ray, "wait", fails)
     with pytest.raises(RunError, match=r"^a could not generate for step 3: ") as caught:
         calls[0].result(LIMIT)
-    assert isinstance(caught.value, ProcessLost) is is_lost
+    assert isinstance(caught.value, ProcessLoss) is is_lost
 
 
 def test_on_an_event_loop_a_wait_that_ray_itself_breaks_off_names_who_and_what() -> None:
@@ -355,6 +355,6 @@ def test_a_raylet_that_is_gone_is_the_loss_of_a_process(monkeypatch: pytest.Monk
     monkeypatch.setattr(ray, "wait", lambda references, **how: (references, []))
     monkeypatch.setattr(ray, place, gone)
     with pytest.raises(
-        ProcessLost, match=r"does not reach Ray's raylet on its node any more: Connection reset by peer"
+        ProcessLoss, match=r"does not reach Ray's raylet on its node any more: Connection reset by peer"
     ):
         results([Call(object(), "explorer-0", "load version 1")], 5.0)  # type: ignore[arg-type]

@@ -16,7 +16,7 @@ from ray.exceptions import ActorDiedError, OutOfMemoryError, RayActorError
 
 from tests import local_ray
 from trinity_sync.actors import calls as module
-from trinity_sync.actors.calls import Call, MemberDied, ends_noted_in, why_gone
+from trinity_sync.actors.calls import Call, DeathError, ends_noted_in, why_gone
 
 LIMIT = 60.0
 ID = "91b9ed2c0ba909b7f13d67a1a0b5a6c4e2f8d0c9b7a6958473625140"
@@ -64,7 +64,7 @@ def is_killed_by_ray(actor: Any) -> Any:
 def test_a_death_is_told_with_what_ray_knows_of_it(cluster: None, die: Callable[[Any], Any], why: str) -> None:
     actor = ray.remote(Mortal).options(num_cpus=0, max_concurrency=2).remote()
     ray.get(actor.pid.remote(), timeout=LIMIT)
-    with pytest.raises(MemberDied) as caught:
+    with pytest.raises(DeathError) as caught:
         Call(die(actor), "explorer-1", "load version 3").result(LIMIT)
     assert str(caught.value) == f"explorer-1 died before it could load version 3 ({why})"
     assert isinstance(caught.value.__cause__, RayActorError)
@@ -126,10 +126,10 @@ def test_who_was_ended_for_want_of_memory_has_died(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(ray, "wait", lambda references, **options: (references[:1], references[1:]))
     monkeypatch.setattr(module, "_failure", lambda call: (call, OutOfMemoryError("too much")))
     call: Call[None] = Call("reference", "explorer-1", "load")  # type: ignore[arg-type]
-    with pytest.raises(MemberDied, match=r"^explorer-1 died before it could load \(too much\)$"):
+    with pytest.raises(DeathError, match=r"^explorer-1 died before it could load \(too much\)$"):
         call.result(LIMIT)
 
 
 def test_a_death_travels_with_its_reason() -> None:
-    told = pickle.loads(pickle.dumps(MemberDied("explorer-1", "load", "it was killed")))
+    told = pickle.loads(pickle.dumps(DeathError("explorer-1", "load", "it was killed")))
     assert (str(told), told.who) == ("explorer-1 died before it could load (it was killed)", "explorer-1")

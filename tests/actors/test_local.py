@@ -16,7 +16,7 @@ import pytest
 
 from trinity_sync.actors import local
 from trinity_sync.actors.local import Link, LocalHandle, LocalHost, LocalServer
-from trinity_sync.actors.pending import MemberDied
+from trinity_sync.actors.pending import DeathError
 from trinity_sync.errors import ConfigError, RunError, TrinityError, WaitTimeout
 from trinity_sync.host import channel
 from trinity_sync.host.channel import ForeignPeerError, open_connection
@@ -218,7 +218,7 @@ def test_a_length_over_the_limit_ends_the_connection_before_it_is_read(
 ) -> None:
     monkeypatch.setattr(channel, "MOST_BYTES", 10_000)
     handle._connection.send(channel.LENGTH.pack(1 << 40), LIMIT)  # type: ignore[union-attr]
-    with pytest.raises(MemberDied):
+    with pytest.raises(DeathError):
         handle.call("the actor", "add", "add", (1,), {}).result(LIMIT)
 
 
@@ -247,9 +247,9 @@ def test_before_the_actor_is_there_callers_wait_for_it_a_while(stack: ExitStack)
 def test_the_end_of_a_connection_fails_what_is_under_way_and_what_comes_after(handle: LocalHandle) -> None:
     waiting = call(handle, "wait")
     handle.close()
-    with pytest.raises(MemberDied, match=r"the actor died before it could do wait \(the connection was closed here\)"):
+    with pytest.raises(DeathError, match=r"the actor died before it could do wait \(the connection was closed here\)"):
         waiting.result(LIMIT)
-    with pytest.raises(MemberDied, match="do add"):
+    with pytest.raises(DeathError, match="do add"):
         call(handle, "add", 1).result(LIMIT)
 
 
@@ -257,11 +257,11 @@ def test_where_the_server_ends_its_callers_are_told(handle: LocalHandle, served:
     waiting = call(handle, "wait")
     call(handle, "add", 1).result(LIMIT)
     served.soon(served.server.take_no_more)
-    with pytest.raises(MemberDied, match=r"do wait \(.*\)"):
+    with pytest.raises(DeathError, match=r"do wait \(.*\)"):
         waiting.result(LIMIT)
     link = served.link()  # who comes is told who this is, and not answered
     late = LocalHandle(link)
-    with pytest.raises(MemberDied):
+    with pytest.raises(DeathError):
         call(late, "add", 1).result(LIMIT)
 
 
@@ -297,7 +297,7 @@ def test_connections_that_end_before_an_answer_are_not_made_for_ever(served: Ser
     stack.callback(handle.close)
     waiting = call(handle, "wait")
     served.soon(served.server.take_no_more)
-    with pytest.raises(MemberDied):
+    with pytest.raises(DeathError):
         waiting.result(LIMIT)
     assert 1 <= len(made) <= 5
 
@@ -320,7 +320,7 @@ def test_what_the_search_for_another_one_fails_of_is_told(served: Served, stack:
     call(handle, "add", 1).result(LIMIT)
     waiting = call(handle, "wait")
     served.soon(served.server.take_no_more)
-    with pytest.raises(MemberDied, match="the folder has been taken over"):
+    with pytest.raises(DeathError, match="the folder has been taken over"):
         waiting.result(LIMIT)
 
 

@@ -385,19 +385,19 @@ def _save(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, fold
 @contextmanager
 def _copied_late() -> Iterator[threading.Event]:
     """What is copied lazily begins to be copied when the event is set: training has reached the optimizer by then."""
-    from trinity_sync.weights.staging import Copying
+    from trinity_sync.weights.staging import TensorCopy
 
-    copy, reached = Copying._copy, threading.Event()
+    copy, reached = TensorCopy._copy, threading.Event()
 
-    def copy_late(self: Copying) -> None:
+    def copy_late(self: TensorCopy) -> None:
         reached.wait()
         copy(self)
 
-    Copying._copy = copy_late  # type: ignore[method-assign]
+    TensorCopy._copy = copy_late  # type: ignore[method-assign]
     try:
         yield reached
     finally:
-        Copying._copy = copy  # type: ignore[method-assign]
+        TensorCopy._copy = copy  # type: ignore[method-assign]
 
 
 def _load(case: Mapping[str, Any], engine: Any, backend: Any, models: Path, folder: Path) -> dict[str, Any]:

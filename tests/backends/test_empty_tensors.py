@@ -13,12 +13,12 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from trinity_sync.backends.fsdp import FsdpBackend
-from trinity_sync.weights.saved_views import Saved
+from trinity_sync.weights.saved_views import SavedTensor
 from trinity_sync.weights.shards import check_complete
 
 
 def test_a_tensor_without_elements_is_published(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    saved = {name: Saved.as_held("BF16", shape, name) for name, shape in (("a", (4, 3)), ("e", (0, 8)))}
+    saved = {name: SavedTensor.as_held("BF16", shape, name) for name, shape in (("a", (4, 3)), ("e", (0, 8)))}
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         module = torch.nn.ParameterDict({name: torch.ones(tensor.shape) for name, tensor in saved.items()})

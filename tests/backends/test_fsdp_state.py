@@ -17,7 +17,7 @@ from tests.backends.engines import write_state
 from trinity_sync.backends.base import Format
 from trinity_sync.backends.fsdp import FsdpBackend
 from trinity_sync.backends.fsdp_state import FsdpState
-from trinity_sync.weights.saved_views import Saved
+from trinity_sync.weights.saved_views import SavedTensor
 from trinity_sync.weights.tensors import from_torch
 
 
@@ -73,7 +73,7 @@ def test_a_buffer_is_published_as_it_was_before_the_next_forward_pass(
 ) -> None:
     engine.model_config = SimpleNamespace(local_path=str(tmp_path))
     held = engine.module.state_dict()
-    saved = {name: Saved.as_held(from_torch(tensor.dtype), tensor.shape, name) for name, tensor in held.items()}
+    saved = {name: SavedTensor.as_held(from_torch(tensor.dtype), tensor.shape, name) for name, tensor in held.items()}
     monkeypatch.setattr("trinity_sync.backends.fsdp.on_the_wire", lambda *_: saved)
     monkeypatch.setattr("trinity_sync.backends.fsdp.meta_model", lambda _: torch.nn.Module())
     backend = FsdpBackend(engine, "F32")

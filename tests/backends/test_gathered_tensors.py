@@ -10,7 +10,7 @@ import torch
 
 from trinity_sync.backends import adapters
 from trinity_sync.backends.adapters import GatheredTensors, HeldSources
-from trinity_sync.weights.saved_views import Saved
+from trinity_sync.weights.saved_views import SavedTensor
 
 OFFLOADED = torch.device("cpu")
 
@@ -31,7 +31,7 @@ def test_a_replica_takes_part_where_the_offloaded_tensors_of_the_others_are(monk
     )
     monkeypatch.setattr(adapters, "dist", group)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    saved = {"a": Saved.as_held("F32", (2, 3), "a")}
+    saved = {"a": SavedTensor.as_held("F32", (2, 3), "a")}
     gathered = GatheredTensors(HeldSources([], keep=False), saved, lambda: OFFLOADED)
     assert gathered.now()["a"].tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
     assert [tensor.device for tensor in sent] == [OFFLOADED]

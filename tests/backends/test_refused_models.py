@@ -18,7 +18,7 @@ from tests.families import architecture
 from trinity_sync.backends.fsdp import FsdpBackend
 from trinity_sync.backends.saved_tensors import check_class
 from trinity_sync.errors import ConfigError
-from trinity_sync.weights.saved_views import Saved
+from trinity_sync.weights.saved_views import SavedTensor
 
 
 def backend_of(
@@ -58,7 +58,7 @@ def _group() -> Any:
 
 
 def test_a_model_whose_saved_tensors_are_not_views_of_the_held_ones_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    saved = {"joined": Saved("BF16", (8, 3), None), "plain": Saved.as_held("BF16", (4, 3), "plain")}
+    saved = {"joined": SavedTensor("BF16", (8, 3), None), "plain": SavedTensor.as_held("BF16", (4, 3), "plain")}
     monkeypatch.setattr("trinity_sync.backends.fsdp.on_the_wire", lambda *_: saved)
     fields = {name: value for name, value in architecture("llama").items() if name != "model_type"}
     with pytest.raises(ConfigError, match=r"backend=fsdp2 cannot publish this model: .* 1 of its 2 .*: joined"):

@@ -34,7 +34,17 @@ from trinity_sync.checkpoint.folder.leases import find_config, lease_checkpoint,
 from trinity_sync.checkpoint.folder.resume_point import put_in_order
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.commit import CommitBook
-from trinity_sync.protocol.parts import FULL, STATE_DICT, Clean, Commit, CommitMeta, Decision, Fail, Kind, MoveTracker
+from trinity_sync.protocol.parts import (
+    FULL,
+    STATE_DICT,
+    Abort,
+    Cleanup,
+    Commit,
+    CommitMeta,
+    Decision,
+    Kind,
+    MoveTracker,
+)
 from trinity_sync.protocol.retention import KeepLast
 from trinity_sync.weights.wire import WireFormat
 
@@ -93,10 +103,10 @@ class Life:
                     self.disk.empty_trash()
                 case MoveTracker(kind, step):
                     self.disk.move_tracker(kind, step)
-                case Fail(step, _, error):
+                case Abort(step, _, error):
                     self.failures.append(error)
                     self.disk.clean(step)
-                case Clean(step, _):
+                case Cleanup(step, _):
                     self.disk.clean(step)
 
     def save(self, step: int, kind: Kind, files: Mapping[str, str], meta: CommitMeta | None = None) -> dict[str, Any]:

@@ -11,12 +11,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trinity_sync.checkpoint.reading.tensor_pieces import Assembled, FileBox, TensorInfo, WeightsError, assembled
+from trinity_sync.checkpoint.reading.tensor_pieces import AssembledTensor, FileBox, TensorInfo, WeightsError, assembled
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def put_together(shape: tuple[int, ...], boxes: list[Box]) -> Assembled:
+def put_together(shape: tuple[int, ...], boxes: list[Box]) -> AssembledTensor:
     """A tensor whose pieces are of files that are named by their number, each filled with that."""
 
     def piece(number: int, start: tuple[int, ...], sizes: tuple[int, ...]) -> FileBox:

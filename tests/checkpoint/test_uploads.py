@@ -18,7 +18,7 @@ import pytest
 
 from tests.checkpoint.helpers import commit, unreadable
 from tests.checkpoint.mirror_places import LIMIT_S, OTHER, OWNER, Events, SftpServer, asked, loaded, marked, quick
-from trinity_sync.actors.calls import MemberDied
+from trinity_sync.actors.calls import DeathError
 from trinity_sync.checkpoint.folder import catalog
 from trinity_sync.checkpoint.folder.contents import LEASES, MANIFEST, step_dir
 from trinity_sync.checkpoint.folder.leases import leased
@@ -368,7 +368,7 @@ def test_without_the_mirror_a_resume_goes_on_from_what_is_here_or_not_at_all(her
     assert mirror.settings.marked
 
 
-@pytest.mark.parametrize("error", [WaitTimeout("it", "answer", 25.0), MemberDied("it", "answer")])
+@pytest.mark.parametrize("error", [WaitTimeout("it", "answer", 25.0), DeathError("it", "answer")])
 def test_of_a_monitor_that_does_not_answer_nothing_more_is_told(there: Path, error: RunError) -> None:
     class Silent:
         def result(self, timeout_s: float) -> dict[int, str]:

@@ -19,7 +19,7 @@ from trinity_sync.checkpoint.mirror import follower
 from trinity_sync.checkpoint.mirror.copies import Storage
 from trinity_sync.cli import main as cli
 from trinity_sync.cli import weights_commands
-from trinity_sync.integrations.vllm.server import Server
+from trinity_sync.integrations.vllm.server import ServerClient
 
 Capture = pytest.CaptureFixture[str]
 
@@ -111,11 +111,11 @@ def test_the_limit_of_a_load_grows_with_the_bytes_of_the_version(
 ) -> None:
     limits = list[float]()
 
-    def post(server: Server, *given: object) -> dict[str, object]:
+    def post(server: ServerClient, *given: object) -> dict[str, object]:
         limits.append(server.timeout_s)
         return {}
 
-    monkeypatch.setattr(Server, "post", post)
+    monkeypatch.setattr(ServerClient, "post", post)
     monkeypatch.setattr(weights_commands, "_LOAD_RATE", 100.0)
     assert follow(store, "--into", tmp_path / "into", "--notify", "http://127.0.0.1:1") == 0
     assert limits == [600 + bytes_in(Path(folder_of(tmp_path / "into"))) / 100]

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from trinity_sync.actors.agent_client import AgentClient
-from trinity_sync.actors.explorer_client import ExplorerProcess, LoadReport, Produced
+from trinity_sync.actors.explorer_client import ExplorerProcess, LoadReport, Production
 from trinity_sync.actors.rank_client import Broadcast
 from trinity_sync.actors.synchronizer_client import SynchronizerClient
 from trinity_sync.explorer.actor import ExplorerSpec
@@ -98,8 +98,8 @@ class StandIn:
             for number in range(samples_per_prompt)
         )
 
-    def produce(self, work: Sequence[tuple[int, Sequence[Prompt]]], samples_per_prompt: int) -> Produced:
+    def produce(self, work: Sequence[tuple[int, Sequence[Prompt]]], samples_per_prompt: int) -> Production:
         self._die_if_told_to("produce")
         report = self.load(NEWEST) if self._held != NEWEST else None
         batches = [self.generate(step, prompts, samples_per_prompt) for step, prompts in work]
-        return Produced(SampleBatch.concatenate(batches), report)
+        return Production(SampleBatch.concatenate(batches), report)

@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from trinity_sync.actors.explorer_client import LoadFailed, LoadReport
-from trinity_sync.errors import ProcessLost, RunError, WaitTimeout
+from trinity_sync.actors.explorer_client import LoadError, LoadReport
+from trinity_sync.errors import ProcessLoss, RunError, WaitTimeout
 from trinity_sync.explorer.actor import Explorer, ExplorerSpec, Follower
 from trinity_sync.explorer.engine import RolloutEngine
 from trinity_sync.protocol.rounds import RoundMember
@@ -180,7 +180,7 @@ def test_a_load_that_is_under_way_ends_before_anything_is_begun_and_before_the_s
     assert outcome[0].batch.version_steps.tolist() == [0, 0, 1, 1]
 
 
-@pytest.mark.parametrize("kind", [RunError, ProcessLost])
+@pytest.mark.parametrize("kind", [RunError, ProcessLoss])
 def test_a_version_that_cannot_be_taken_ends_what_is_made_and_the_next_one_goes_on(
     explorer: Explorer, versions: Versions, engine: Beside, kind: type[RunError]
 ) -> None:
@@ -197,9 +197,9 @@ def test_a_version_that_cannot_be_taken_ends_what_is_made_and_the_next_one_goes_
     versions.publish(2)
     thread.join(LIMIT)
     [error] = outcome
-    assert isinstance(error, LoadFailed)
+    assert isinstance(error, LoadError)
     error = pickle.loads(pickle.dumps(error))
-    assert error.lost is (kind is ProcessLost)
+    assert error.lost is (kind is ProcessLoss)
     assert str(error) == "explorer-0 could not load the newest version: the last bucket cannot be read now"
     assert error.load.version == Version(0, 0)
     assert [load.version for _, load in error.beside] == [Version(0, 1)]
@@ -254,7 +254,7 @@ def test_whoever_waits_for_a_load_that_fails_sees_that_it_has(place: str) -> Non
                     with follower.still():  # noqa: B023
                         pytest.fail("nothing may begin now")
 
-        with pytest.raises(LoadFailed, match=r"^no$"):
+        with pytest.raises(LoadError, match=r"^no$"):
             body()
 
 
@@ -289,10 +289,10 @@ def test_who_can_no_longer_ask_for_versions_says_so(versions: Versions) -> None:
     given_up = threading.Event()
 
     def newer(timeout_s: float) -> Version:
-        raise ProcessLost("the synchronizer is gone")
+        raise ProcessLoss("the synchronizer is gone")
 
     with (
-        pytest.raises(LoadFailed, match=r"^the synchronizer is gone$") as caught,
+        pytest.raises(LoadError, match=r"^the synchronizer is gone$") as caught,
         Follower(newer, versions.load, lambda: False, given_up.set),  # type: ignore[arg-type]
     ):
         assert given_up.wait(LIMIT)

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from trinity_sync.actors.calls import MemberDied
-from trinity_sync.actors.explorer_client import ExplorerClient, LoadFailed, LoadReport, Produced
-from trinity_sync.errors import ProcessLost, RunError, WaitTimeout
+from trinity_sync.actors.calls import DeathError
+from trinity_sync.actors.explorer_client import ExplorerClient, LoadError, LoadReport, Production
+from trinity_sync.errors import ProcessLoss, RunError, WaitTimeout
 from trinity_sync.explorer.rollout import LOAD_TRIES, FreeRollout
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.advantages import GroupFilter, group_advantages
@@ -54,7 +54,7 @@ class Pretend:
         for order in self.joining[name]:
             order()
 
-    def produce(self, name: str, work: Work, samples_per_prompt: int) -> Produced:
+    def produce(self, name: str, work: Work, samples_per_prompt: int) -> Production:
         version = self.newest
         self.calls.append((name, work))
         if self.orders[name]:
@@ -80,7 +80,7 @@ class Pretend:
         report = LoadReport(
             explorer=name, version=Version(0, version), digest=None, bytes_moved=1, total_s=0, paused_s=0, peak_rss=1
         )
-        return Produced(batch, report)
+        return Production(batch, report)
 
     def replace(self, name: str, why: Exception) -> bool:
         self.replaced.append(name)
@@ -97,14 +97,14 @@ class Pretend:
 
         def order() -> None:
             assert self.killed[name].wait(LIMIT)
-            raise MemberDied(name, "generate")
+            raise DeathError(name, "generate")
 
         return order
 
 
 def dies(name: str) -> Callable[[], None]:
     def order() -> None:
-        raise MemberDied(name, "generate")
+        raise DeathError(name, "generate")
 
     return order
 
@@ -292,7 +292,7 @@ def test_one_that_is_still_starting_joins_late_and_nobody_waits_for_it(runs: Run
 
 def test_a_load_that_failed_is_repeated_and_told(runs: Runs) -> None:
     def fails() -> None:
-        raise LoadFailed("a could not load the newest version: bucket 3 arrived damaged")
+        raise LoadError("a could not load the newest version: bucket 3 arrived damaged")
 
     members = Pretend("a")
     members.orders["a"] = [fails] * (LOAD_TRIES - 1)
@@ -303,16 +303,16 @@ def test_a_load_that_failed_is_repeated_and_told(runs: Runs) -> None:
     members.orders["a"] = [fails] * LOAD_TRIES
     with pytest.raises(RunError, match="bucket 3 arrived damaged, and no other explorer is left") as caught:
         train(rollout, members, *range(2, 9))
-    assert not isinstance(caught.value, ProcessLost)
+    assert not isinstance(caught.value, ProcessLoss)
 
 
 def test_loads_that_fail_for_a_lost_process_end_as_its_loss_which_can_be_healed(runs: Runs) -> None:
     def fails() -> None:
-        raise LoadFailed("a could not load the newest version: the node agent died before it could send", lost=True)
+        raise LoadError("a could not load the newest version: the node agent died before it could send", lost=True)
 
     members = Pretend("a")
     members.orders["a"] = [fails] * LOAD_TRIES
-    with pytest.raises(ProcessLost, match=r"the node agent died before .* and no other explorer is left"):
+    with pytest.raises(ProcessLoss, match=r"the node agent died before .* and no other explorer is left"):
         train(runs.start(members), members, 1)
 
 

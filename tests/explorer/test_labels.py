@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from tests.explorer.helpers import ARCHITECTURE, engine_of, load, loaded
-from trinity_sync.actors.explorer_client import EngineDied, LoadFailed, LoadReport
+from trinity_sync.actors.explorer_client import EngineDeathError, LoadError, LoadReport
 from trinity_sync.errors import RunError
 from trinity_sync.explorer.actor import Explorer, ExplorerSpec
 from trinity_sync.models.architecture import make_model
@@ -112,7 +112,7 @@ def test_an_explorer_whose_update_failed_makes_nothing_and_goes_on_with_the_next
     explorer.produce(WORK, 3)
     versions.published, versions.breaks_off = Version(0, 1), True
     for _ in range(2):
-        with pytest.raises(LoadFailed, match="could not load the newest version: the last bucket cannot be read now"):
+        with pytest.raises(LoadError, match="could not load the newest version: the last bucket cannot be read now"):
             explorer.produce(WORK, 3)
         with pytest.raises(RunError, match="explorer-0 holds no version, so it cannot generate for step 1"):
             explorer.generate(*WORK[0], 3)
@@ -133,7 +133,7 @@ def test_an_explorer_ends_with_its_engine(
         raise ExitError(code)
 
     def dies(*args: Any, **kwargs: Any) -> Any:
-        raise EngineDied("the engine core is gone")
+        raise EngineDeathError("the engine core is gone")
 
     monkeypatch.setattr("os._exit", leave)
     monkeypatch.setattr(versions if where == "load" else explorer._engine, where, dies)

@@ -21,12 +21,12 @@ import ray
 from tests import local_ray
 from tests.explorer.stand_in import NEWEST, StandIn
 from trinity_sync.actors.agent_client import AgentClient
-from trinity_sync.actors.calls import Call, MemberDied, results
-from trinity_sync.actors.explorer_client import ExplorerClient, Generated
+from trinity_sync.actors.calls import Call, DeathError, results
+from trinity_sync.actors.explorer_client import ExplorerClient, Generation
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.explorer import pool as pool_module
 from trinity_sync.explorer.actor import Explorer, ExplorerSpec
-from trinity_sync.explorer.pool import Alive, ExplorerPool
+from trinity_sync.explorer.pool import ExplorerPool, LiveExplorer
 from trinity_sync.explorer.validation import Validation, ValidationSettings
 from trinity_sync.protocol.parts import PartInfo
 from trinity_sync.protocol.rounds import RoundMember
@@ -56,7 +56,7 @@ def deliver_to_the_living(explorers: dict[str, ExplorerClient], version: Version
     for name, explorer in explorers.items():
         try:
             delivery.reports += deliver({name: explorer}, version).reports
-        except MemberDied as death:
+        except DeathError as death:
             delivery.lost[name] = death
     return delivery
 
@@ -85,7 +85,7 @@ class Pools:
         self._synchronizer = synchronizer
         self._folder = folder
         self.faults: list[tuple[str, str]] = []
-        self.generated: list[Generated] = []
+        self.generated: list[Generation] = []
         self.lived_on: set[str] = set()
         self.made: list[ExplorerPool] = []
         self.agents_of: dict[ExplorerPool, list[str]] = {}  # nodes for which agents were started
@@ -98,7 +98,7 @@ class Pools:
         free: bool = False,
         base: str | None = None,
         engine: Mapping[str, Any] | None = None,
-        kept: Mapping[str, Alive] | None = None,
+        kept: Mapping[str, LiveExplorer] | None = None,
     ) -> ExplorerPool:
         fixed: dict[str, Any] = {
             "engine": dict(engine or {}),
@@ -347,7 +347,7 @@ def test_each_explorer_joins_by_itself_takes_the_newest_version_and_is_replaced_
 
     pool.join("explorer-0")
     pools.tell_to_die("explorer-0", "produce", "start")
-    with pytest.raises(MemberDied) as death:
+    with pytest.raises(DeathError) as death:
         pool.produce("explorer-0", work, 1)
     # The first restart dies, too, and costs one of those that are left.
     assert pool.replace("explorer-0", death.value)
@@ -358,7 +358,7 @@ def test_each_explorer_joins_by_itself_takes_the_newest_version_and_is_replaced_
     assert not pool.replace("explorer-1", death.value)
     assert pool.places().keys() == {"explorer-0"}
     assert len(pools.faults) == 2
-    with pytest.raises(MemberDied):  # nothing is left of it
+    with pytest.raises(DeathError):  # nothing is left of it
         produce_for(30, pool, work)
 
 
@@ -384,7 +384,7 @@ def test_an_explorer_that_dies_in_a_validation_is_started_again_and_asked_again(
 # Explorers that live on in the pool of the next attempt.
 
 
-def handed_over(pool: ExplorerPool, but: str = "") -> dict[str, Alive]:
+def handed_over(pool: ExplorerPool, but: str = "") -> dict[str, LiveExplorer]:
     return pool.hand_over(lambda name: name == but)
 
 
@@ -455,7 +455,7 @@ def test_one_that_lives_on_joins_a_free_run_by_itself(pools: Pools) -> None:
         second.join(name)
     produced = second.produce("explorer-0", work, 1)
     assert (list(produced.batch), produced.load is not None) == (made[0], True)
-    with pytest.raises(MemberDied) as death:
+    with pytest.raises(DeathError) as death:
         second.produce("explorer-1", work, 1)
     assert pools.lived_on == {"explorer-0", "explorer-1"}
     assert second.replace("explorer-1", death.value), "its first load has not succeeded"
@@ -491,8 +491,8 @@ def test_an_error_that_is_no_death_is_passed_on(pool: ExplorerPool, pools: Pools
 
     with pytest.raises(RunError, match="bucket 3 arrived damaged"):
         pool.load(SECOND, refuse)
-    with pytest.raises(MemberDied, match="trainer rank 0"):
-        pool.load(SECOND, lambda *_: (_ for _ in ()).throw(MemberDied("trainer rank 0", "send")))
+    with pytest.raises(DeathError, match="trainer rank 0"):
+        pool.load(SECOND, lambda *_: (_ for _ in ()).throw(DeathError("trainer rank 0", "send")))
     assert pools.faults == []
 
 

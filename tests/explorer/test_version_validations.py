@@ -17,7 +17,7 @@ from tests.explorer.test_free_rollout import GROUPS, LIMIT, SAMPLES, Pretend, Ta
 from tests.samples.helpers import sample
 from trinity_sync.actors.explorer_client import LOAD_TRIES, LoadReport
 from trinity_sync.actors.synchronizer_client import SynchronizerClient
-from trinity_sync.errors import ProcessLost, RunError, WaitTimeout
+from trinity_sync.errors import ProcessLoss, RunError, WaitTimeout
 from trinity_sync.explorer.rollout import FreeRollout
 from trinity_sync.explorer.validation import ValidationSettings, VersionValidations
 from trinity_sync.protocol.versions import Version
@@ -207,13 +207,13 @@ def test_the_loss_of_a_process_during_the_load_of_a_validation_ends_the_attempt_
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def take(name: str, version: Version) -> LoadReport:
-        raise ProcessLost("pid 7 does not reach Ray's raylet on its node any more")
+        raise ProcessLoss("pid 7 does not reach Ray's raylet on its node any more")
 
     members = Explorers("a")
     monkeypatch.setattr(members, "take", take)
     rollout, validations = world.start(members, at_start=True)
     for wait in (validations.wait, lambda: rollout.take(1)):
-        with pytest.raises(ProcessLost, match="does not reach Ray's raylet"):
+        with pytest.raises(ProcessLoss, match="does not reach Ray's raylet"):
             wait()
     assert world.faults == []
 

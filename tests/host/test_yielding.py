@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from trinity_sync.host.threads import Yielding, in_background, piece
+from trinity_sync.host.threads import BackgroundWork, in_background, piece
 
 LIMIT = 60.0
 
@@ -27,7 +27,7 @@ def here() -> tuple[int, int]:
 
 
 def test_work_that_yields_is_made_by_one_thread_of_the_lowest_class() -> None:
-    with Yielding(LIMIT):
+    with BackgroundWork(LIMIT):
         found = {piece(made) for _ in range(3)}
     ((thread, policy),) = found
     assert thread != here()[0]
@@ -35,7 +35,7 @@ def test_work_that_yields_is_made_by_one_thread_of_the_lowest_class() -> None:
 
 
 def test_other_work_is_made_where_it_is_asked_for() -> None:
-    with Yielding(LIMIT):
+    with BackgroundWork(LIMIT):
         other = in_background(lambda: (piece(made), here()), "other").result(LIMIT)
     assert other[0] == other[1]
     assert piece(made) == here()
@@ -43,13 +43,13 @@ def test_other_work_is_made_where_it_is_asked_for() -> None:
 
 def test_the_thread_itself_stays_in_its_class() -> None:
     before = here()
-    with Yielding(LIMIT):
+    with BackgroundWork(LIMIT):
         piece(made)
     assert here() == before
 
 
 def test_work_yields_no_more_once_somebody_waits_for_it() -> None:
-    with Yielding(LIMIT) as work:
+    with BackgroundWork(LIMIT) as work:
         assert piece(made) != here()
         in_background(work.hurry, "who waits").result(LIMIT)
         assert piece(made) == here()
@@ -65,7 +65,7 @@ def test_the_piece_under_way_is_hurried_too() -> None:
         assert hurried.wait(LIMIT)
         return before, os.sched_getscheduler(0)
 
-    with Yielding(LIMIT) as work:
+    with BackgroundWork(LIMIT) as work:
 
         def hurry() -> None:
             assert begun.wait(LIMIT)
@@ -78,7 +78,7 @@ def test_the_piece_under_way_is_hurried_too() -> None:
 
 
 def test_work_does_not_yield_for_ever() -> None:
-    with Yielding(0.2) as work:
+    with BackgroundWork(0.2) as work:
         assert piece(made) != here()
         threading.Event().wait(max(0.0, work._deadline - time.monotonic()))
         assert piece(made) == here()
@@ -89,7 +89,7 @@ def test_what_a_piece_raises_comes_where_it_was_asked_for(hurried: bool) -> None
     def broken() -> None:
         raise OSError(28, "No space left on device")
 
-    with Yielding(LIMIT) as work:
+    with BackgroundWork(LIMIT) as work:
         if hurried:
             work.hurry()
         with pytest.raises(OSError, match="No space left"):
@@ -102,12 +102,12 @@ def test_where_there_can_be_no_more_threads_work_does_not_yield(monkeypatch: pyt
         raise RuntimeError("can't start new thread")
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
-    with Yielding(LIMIT):
+    with BackgroundWork(LIMIT):
         assert [piece(made), piece(made)] == [here()] * 2
 
 
 def test_the_thread_that_yields_ends_with_the_work() -> None:
-    with Yielding(LIMIT):
+    with BackgroundWork(LIMIT):
         thread = piece(threading.current_thread)
         assert thread.is_alive()
     thread.join(LIMIT)
@@ -116,12 +116,12 @@ def test_the_thread_that_yields_ends_with_the_work() -> None:
 
 _PROGRAM = """
 import os, sys, threading, time
-from trinity_sync.host.threads import Yielding, piece
+from trinity_sync.host.threads import BackgroundWork, piece
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
 def work():
     until = time.thread_time() + 0.002
     while time.thread_time() < until: pass
-with Yielding(3600.0) as yielding:
+with BackgroundWork(3600.0) as yielding:
     print("begun", flush=True)
     threading.Thread(target=lambda: (sys.stdin.readline(), yielding.hurry()), daemon=True).start()
     done = 0

@@ -11,8 +11,8 @@ import pytest
 
 import trinity_sync.sync
 import trinity_sync.trainer.worker_spec
-from trinity_sync.actors.calls import Call, MemberDied
-from trinity_sync.actors.rank_client import Digested, RankInfo, Untrained
+from trinity_sync.actors.calls import Call, DeathError
+from trinity_sync.actors.rank_client import RankInfo, UntrainedTensors, WeightsDigest
 from trinity_sync.checkpoint.folder.lock import locked, writer_of
 from trinity_sync.config import compose, typed
 from trinity_sync.errors import ConfigError, RunError
@@ -115,7 +115,7 @@ def test_manifests_name_the_models_folder_wherever_they_are_read(
     (tmp_path / "models" / "seven").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
     actors = Actors(setup(tmp_path, model))
-    base, left_out = Digested("ab", WireFormat("BF16")), Untrained("/m", ("mtp",), "cd")
+    base, left_out = WeightsDigest("ab", WireFormat("BF16")), UntrainedTensors("/m", ("mtp",), "cd")
     actors.infos = [RankInfo(rank=0, part="", layout=None, node="", pid=1, base=base, left_out=left_out)]
     expected = str(tmp_path / model) if model == "models/seven" else model
     assert actors.base is not None
@@ -135,7 +135,7 @@ class Closing(Answer):
 
 
 def test_a_dead_node_agent_does_not_keep_the_others_from_giving_back_their_memory() -> None:
-    calls = [Closing(MemberDied("the agent of node a", "give its memory back")), Closing(None)]
+    calls = [Closing(DeathError("the agent of node a", "give its memory back")), Closing(None)]
     agents: Any = {name: SimpleNamespace(close=lambda call=call: call) for name, call in zip("ab", calls, strict=True)}
     close_agents(agents)
     assert [call.waited for call in calls] == [True, True]

@@ -12,7 +12,7 @@ import pytest
 from trinity_sync.config import RunConfig, compose, typed
 from trinity_sync.launch.sample_source import _Groups, _numbering, made_with, validation_times
 from trinity_sync.launch.start import Start
-from trinity_sync.samples.advantages import Overlong
+from trinity_sync.samples.advantages import LengthPenalty
 from trinity_sync.samples.position import GroupId, Numbering, Position
 
 KEY = "algorithm.prompts_per_step"
@@ -94,7 +94,7 @@ def test_a_part_of_a_users_algorithm_may_have_further_keys(as_object: bool) -> N
     cfg = typed(compose())
     overlong = {"buffer": 3, "penalty": 0.5, "shape": "linear"}
     vars(cfg.algorithm)["overlong"] = SimpleNamespace(**overlong) if as_object else overlong
-    assert _Groups.of(cfg).judge.keywords["overlong"] == Overlong(  # type: ignore[attr-defined]
+    assert _Groups.of(cfg).judge.keywords["overlong"] == LengthPenalty(  # type: ignore[attr-defined]
         longest=cfg.task["response_length"], buffer=3, penalty=0.5
     )
 

@@ -13,21 +13,21 @@ from typing import Any
 import pytest
 
 from trinity_sync import config
-from trinity_sync.actors.explorer_client import EngineDied, LoadFailed
-from trinity_sync.actors.pending import MemberDied, Unanswered
+from trinity_sync.actors.explorer_client import EngineDeathError, LoadError
+from trinity_sync.actors.pending import DeathError, NoAnswerError
 from trinity_sync.config import RunConfig
-from trinity_sync.errors import ConfigError, ProcessLost, RunError, WaitTimeout
+from trinity_sync.errors import ConfigError, ProcessLoss, RunError, WaitTimeout
 from trinity_sync.host.origin import Origin, give_origin
 from trinity_sync.host.supervisor import Note, Notes
 from trinity_sync.launch import healing, launcher
-from trinity_sync.launch.healing import Healing, Reached
+from trinity_sync.launch.healing import AttemptProgress, RestartPolicy
 from trinity_sync.launch.start import Resume, Start
 from trinity_sync.launch.supervision import SupervisedDriver
 from trinity_sync.tracking.events import CommitEvent, event_line
 from trinity_sync.tracking.run_record import RunFolder, lock_owner, unlock_run_folder
 
 LAST = 20
-DEATH = MemberDied("trainer rank 1", "train step 7")
+DEATH = DeathError("trainer rank 1", "train step 7")
 
 
 class Clock:
@@ -42,12 +42,12 @@ def clock() -> Clock:
     return Clock()
 
 
-def a_healing(clock: Clock, most: int = 3) -> Healing:
-    return Healing(most, 100.0, 25.0, clock)
+def a_healing(clock: Clock, most: int = 3) -> RestartPolicy:
+    return RestartPolicy(most, 100.0, 25.0, clock)
 
 
-def at(step: int, began: int = 0, committed: int = 0, attempt: int = 0) -> Reached:
-    return Reached(attempt=attempt, began=began, step=step, committed=committed, last=LAST)
+def at(step: int, began: int = 0, committed: int = 0, attempt: int = 0) -> AttemptProgress:
+    return AttemptProgress(attempt=attempt, began=began, step=step, committed=committed, last=LAST)
 
 
 def by_user(error: Exception) -> Exception:
@@ -59,17 +59,17 @@ def by_user(error: Exception) -> Exception:
     ("error", "goes_on"),
     [
         (DEATH, True),
-        (EngineDied("worker 0 has died"), True),
+        (EngineDeathError("worker 0 has died"), True),
         (WaitTimeout("the synchronizer", "answer", 5), True),
-        (Unanswered("trainer rank 0 could not train (no answer from trainer rank 1)", 25.0), True),
-        (Unanswered("trainer rank 0 could not train (no answer from trainer rank 1)", 1.0), False),
-        (ProcessLost("explorer-0 died, and no other explorer is left"), True),
-        (LoadFailed("version 3 is damaged"), False),
+        (NoAnswerError("trainer rank 0 could not train (no answer from trainer rank 1)", 25.0), True),
+        (NoAnswerError("trainer rank 0 could not train (no answer from trainer rank 1)", 1.0), False),
+        (ProcessLoss("explorer-0 died, and no other explorer is left"), True),
+        (LoadError("version 3 is damaged"), False),
         (RunError("the reward function failed"), False),
         (RunError("the newest checkpoint could not be saved: No space left on device"), False),
         (ConfigError("no such key"), False),
         (AssertionError("of an algorithm"), False),
-        (by_user(MemberDied("the checkpoint monitor", "begin step 4")), False),
+        (by_user(DeathError("the checkpoint monitor", "begin step 4")), False),
         (by_user(WaitTimeout("the reward", "answer", 5)), False),
     ],
     ids=lambda value: value if isinstance(value, bool) else type(value).__name__,
@@ -124,8 +124,8 @@ def test_a_run_without_a_new_checkpoint_uses_its_restarts_up_however_long_each_a
 
 def test_number_and_window_are_those_of_the_settings() -> None:
     cfg = RunConfig(config.compose(["trainer.max_restarts=1", "trainer.restart_window_s=5", "backend.timeout_s=7"]))
-    judged = Healing.of(cfg.settings)
-    told = judged.judge(Unanswered("no answer", 7.0), at(7))
+    judged = RestartPolicy.of(cfg.settings)
+    told = judged.judge(NoAnswerError("no answer", 7.0), at(7))
     assert told is not None
     assert "restart 1 of 1 within 5 s" in told
 
@@ -133,7 +133,7 @@ def test_number_and_window_are_those_of_the_settings() -> None:
 def test_the_error_of_a_run_with_no_restart_left_tells_each_attempt(clock: Clock) -> None:
     judged = a_healing(clock, most=1)
     judged.judge(DEATH, at(7))
-    last = MemberDied("the synchronizer", "commit version 9")
+    last = DeathError("the synchronizer", "commit version 9")
     judged.judge(last, at(9, began=4, attempt=1))
     assert judged.story(last) == (
         "the synchronizer died before it could commit version 9. The restarts are used up (trainer.max_restarts=1 "
@@ -154,11 +154,11 @@ def test_a_death_that_cannot_be_healed_at_once_is_told_as_it_is(clock: Clock) ->
 
 
 def test_memory_that_runs_out_twice_at_a_step_ends_the_run(clock: Clock) -> None:
-    def full() -> MemberDied:
-        return MemberDied("explorer-0", "generate for step 8", of_memory=True)
+    def full() -> DeathError:
+        return DeathError("explorer-0", "generate for step 8", of_memory=True)
 
-    def wrapped() -> ProcessLost:
-        lost = ProcessLost("explorer-0 died, and no other explorer is left")
+    def wrapped() -> ProcessLoss:
+        lost = ProcessLoss("explorer-0 died, and no other explorer is left")
         lost.__cause__ = full()
         return lost
 
@@ -169,9 +169,9 @@ def test_memory_that_runs_out_twice_at_a_step_ends_the_run(clock: Clock) -> None
 
 
 def test_a_death_keeps_its_fields_on_the_way_between_processes() -> None:
-    death = pickle.loads(pickle.dumps(MemberDied("a", "b", "c", True)))
+    death = pickle.loads(pickle.dumps(DeathError("a", "b", "c", True)))
     assert (death.who, death.what, death.why, death.of_memory) == ("a", "b", "c", True)
-    silent = pickle.loads(pickle.dumps(Unanswered("a did not", 3.0)))
+    silent = pickle.loads(pickle.dumps(NoAnswerError("a did not", 3.0)))
     assert (str(silent), silent.seconds) == ("a did not", 3.0)
 
 
@@ -180,12 +180,12 @@ def test_the_event_of_a_healing_tells_all_deaths_since_the_last_step(clock: Cloc
     assert judged.event(0) is None
     judged.judge(DEATH, at(7), since=990.0)
     clock.now += 5
-    judged.judge(MemberDied("explorer-0", "start"), at(4, began=4, attempt=1))
+    judged.judge(DeathError("explorer-0", "start"), at(4, began=4, attempt=1))
     event = judged.event(4)
     assert event is not None
     died = "trainer rank 1 died before it could train step 7; then explorer-0 died before it could start"
     assert (event.died, event.resumed_from, event.lost, event.time) == (died, 4, 3, 990.0)
-    judged.judge(MemberDied("explorer-0", "load version 9"), at(9, began=4, attempt=2))
+    judged.judge(DeathError("explorer-0", "load version 9"), at(9, began=4, attempt=2))
     event = judged.event(8)
     assert event is not None
     assert (event.died, event.lost) == ("explorer-0 died before it could load version 9", 1)
@@ -209,7 +209,7 @@ class Attempts:
     def __init__(self, *ends: object) -> None:
         self.ends, self.seen = list(ends), list[dict[str, Any]]()
 
-    def run(self, cfg: RunConfig, folder: Path, *, healing: Healing, **given: Any) -> int:
+    def run(self, cfg: RunConfig, folder: Path, *, healing: RestartPolicy, **given: Any) -> int:
         self.seen.append({"cfg": cfg, **given})
         end, began = self.ends.pop(0), 2 * len(self.seen)
         if given["settings"] is not None:
@@ -247,7 +247,7 @@ def attempts(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Any]:
 
 
 def test_the_next_attempt_resumes_with_the_settings_of_the_first(attempts: Any, tmp_path: Path) -> None:
-    code, made = attempts(DEATH, MemberDied("the synchronizer", "commit"), 0)
+    code, made = attempts(DEATH, DeathError("the synchronizer", "commit"), 0)
     assert code == 0
     assert [one["resume"] for one in made.seen] == [None, *[Resume(started_in=tmp_path)] * 2]
     assert [one["cfg"].settings.trainer.steps for one in made.seen[1:]] == [LAST, LAST]
@@ -256,7 +256,7 @@ def test_the_next_attempt_resumes_with_the_settings_of_the_first(attempts: Any, 
 
 
 def test_without_restarts_a_death_ends_the_run_as_it_is(attempts: Any) -> None:
-    with pytest.raises(MemberDied):
+    with pytest.raises(DeathError):
         attempts(DEATH, most=0)
 
 
@@ -280,9 +280,9 @@ def test_the_record_has_the_end_of_a_run_whose_next_attempt_did_not_begin(
 ) -> None:
     line = {"attempt": 0, "status": "failed", "error": str(DEATH)}
 
-    def first() -> MemberDied:
+    def first() -> DeathError:
         (tmp_path / "run.json").write_text(json.dumps({**line, "attempts": [line]}))
-        return MemberDied("trainer rank 1", "train step 7")
+        return DeathError("trainer rank 1", "train step 7")
 
     with pytest.raises((RunError, KeyboardInterrupt)):
         attempts(first, end)
@@ -321,7 +321,7 @@ def died(tmp_path: Path, notes: Notes) -> Iterator[Any]:
         restarts: Sequence[tuple[float, int]] = (),
         most: int = 3,
         noted: int = 1,
-    ) -> tuple[Healing, RunConfig]:
+    ) -> tuple[RestartPolicy, RunConfig]:
         attempt = {"attempt": 1, "status": "failed" if error else "running", "resumed_from": began, "error": error}
         record = {**attempt, "host": "here", "total_steps": LAST, "attempts": [attempt]}
         (tmp_path / "run.json").write_text(json.dumps(record))
@@ -333,7 +333,7 @@ def died(tmp_path: Path, notes: Notes) -> Iterator[Any]:
         for at in deaths:
             notes.append(Note(died=KILLED, time=at))
         cfg = RunConfig(config.compose([f"trainer.max_restarts={most}"]))
-        return Healing(most, 100.0, 25.0, Clock(), SupervisedDriver(notes, resumes=True)), cfg
+        return RestartPolicy(most, 100.0, 25.0, Clock(), SupervisedDriver(notes, resumes=True)), cfg
 
     yield leave
     unlock_run_folder(tmp_path)
@@ -382,7 +382,7 @@ def test_an_attempt_that_a_heal_began_is_the_driver_s_own_also_where_it_died_bef
         assert judged.goes_on(folder, start, LAST, DEATH, 0, 990.0) is not None
     (tmp_path / "run.json").write_text(second)
     notes.append(Note(died=KILLED, time=995.0))
-    again = Healing(3, 100.0, 25.0, Clock(), SupervisedDriver(notes, resumes=True))
+    again = RestartPolicy(3, 100.0, 25.0, Clock(), SupervisedDriver(notes, resumes=True))
     assert again.after_deaths(cfg, tmp_path, Resume()) == Resume()
 
 

@@ -13,16 +13,16 @@ import pytest
 import ray
 
 from tests.launch.test_actors import setup
-from trinity_sync.actors.pending import MemberDied
+from trinity_sync.actors.pending import DeathError
 from trinity_sync.errors import RunError
 from trinity_sync.explorer.actor import ExplorerSpec
-from trinity_sync.explorer.pool import Alive
+from trinity_sync.explorer.pool import LiveExplorer
 from trinity_sync.launch import kept_explorers
 from trinity_sync.launch.actors import Actors
 from trinity_sync.launch.kept_explorers import KeptExplorers
 from trinity_sync.protocol.rounds import RoundMember
 
-DEATH = MemberDied("trainer rank 1", "train step 7")
+DEATH = DeathError("trainer rank 1", "train step 7")
 REST: Any = {"task": {}, "seed": 0, "deterministic": False, "sync": {}, "verify": "full", "sync_timeout_s": 1.0}
 SPEC = ExplorerSpec(member=RoundMember.new(""), engine={"model_path": "seven"}, log_dir=None, **REST)
 
@@ -33,10 +33,12 @@ class Pool:
     spec = SPEC
 
     def __init__(self) -> None:
-        self.alive = {f"explorer-{number}": Alive(SimpleNamespace(number=number), 100 + number) for number in range(2)}
+        self.alive = {
+            f"explorer-{number}": LiveExplorer(SimpleNamespace(number=number), 100 + number) for number in range(2)
+        }
         self.closed: list[str] | None = None
 
-    def hand_over(self, but: Callable[[str], bool]) -> dict[str, Alive]:
+    def hand_over(self, but: Callable[[str], bool]) -> dict[str, LiveExplorer]:
         return {name: self.alive.pop(name) for name in list(self.alive) if not but(name)}
 
     def close(self) -> None:
@@ -60,7 +62,7 @@ def connection(monkeypatch: pytest.MonkeyPatch) -> list[str | None]:
 
 
 def kept_after(error: Exception) -> KeptExplorers:
-    kept = KeptExplorers(lambda one: isinstance(one, MemberDied))
+    kept = KeptExplorers(lambda one: isinstance(one, DeathError))
     kept.keep(Pool(), error)  # type: ignore[arg-type]
     return kept
 
@@ -77,7 +79,7 @@ def test_the_next_attempt_gets_them_once(ended: list[int], connection: object) -
 
 
 def test_one_that_the_error_names_is_not_kept(connection: object) -> None:
-    assert kept_after(MemberDied("explorer-1", "load version 3")).pids() == [100]
+    assert kept_after(DeathError("explorer-1", "load version 3")).pids() == [100]
 
 
 def test_none_is_kept_where_the_run_ends(connection: object) -> None:
@@ -111,7 +113,7 @@ def test_those_that_no_attempt_takes_end(ended: list[int], connection: object) -
     ("address", "error", "closed"),
     [
         (None, DEATH, []),
-        (None, MemberDied("explorer-1", "load version 3"), ["explorer-1"]),
+        (None, DeathError("explorer-1", "load version 3"), ["explorer-1"]),
         (None, RunError("the reward function failed"), ["explorer-0", "explorer-1"]),
         (None, None, ["explorer-0", "explorer-1"]),
         ("ray://elsewhere", DEATH, ["explorer-0", "explorer-1"]),  # from which the attempt disconnects
@@ -122,7 +124,7 @@ def test_engines_of_the_others_release_what_they_have(
 ) -> None:
     given = setup(tmp_path, "org/name")
     cfg = replace(given.cfg, cluster=replace(given.cfg.cluster, address=address))
-    kept = KeptExplorers(lambda one: isinstance(one, MemberDied))
+    kept = KeptExplorers(lambda one: isinstance(one, DeathError))
     actors = Actors(replace(given, cfg=cfg, kept=kept))
     pool: Any = Pool()
     actors.pool = pool

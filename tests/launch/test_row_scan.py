@@ -16,13 +16,13 @@ from tests.tasks.chat import TEMPLATE, chat_tokenizer, said
 from trinity_sync.config import compose, typed
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.launch import row_scan
-from trinity_sync.launch.row_scan import RowCounts, Scanned, scanned_task
+from trinity_sync.launch.row_scan import RowCounts, ScannedTask, scanned_task
 
 SHORT, LONG, LONGER = "61=", "123456789=", "1234567890123="
 """Of 4, 11 and 15 tokens."""
 
 
-def scanned(folder: Path, rows: list[dict[str, Any]], *overrides: str) -> Scanned:
+def scanned(folder: Path, rows: list[dict[str, Any]], *overrides: str) -> ScannedTask:
     path = folder / "rows.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     given = ("task.prompt_length=10", "task.response_length=4", *overrides)

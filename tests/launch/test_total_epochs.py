@@ -24,7 +24,7 @@ FILTERED = row_scan.RowCounts(11, 4, 99, "filter")
 @pytest.fixture(autouse=True)
 def found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     """What the process that checks the rows answers, and stand-ins for Ray and the job."""
-    answers: list[Any] = [row_scan._Found(None, [], [])]
+    answers: list[Any] = [row_scan._ScanAnswer(None, [], [])]
     monkeypatch.setattr(row_scan, "_ask", lambda request, path: answers[0])
     monkeypatch.setattr(launcher, "cluster", lambda *args, **given: nullcontext())
     monkeypatch.setattr(launcher, "Job", Idle)
@@ -62,7 +62,7 @@ def test_passes_over_the_rows_are_a_number_of_steps(
 
 
 def test_rows_that_are_left_out_do_not_count(found: list[Any]) -> None:
-    found[0] = row_scan._Found(FILTERED, [0, 2, 4, 6], [])
+    found[0] = row_scan._ScanAnswer(FILTERED, [0, 2, 4, 6], [])
     assert looked(*GRPO, "task.too_long=filter").settings.trainer.steps == 6
 
 

@@ -23,7 +23,7 @@ from trinity_sync.models.shapes import (
     saved_shapes,
 )
 from trinity_sync.weights.lora import saved_name
-from trinity_sync.weights.saved_views import Saved
+from trinity_sync.weights.saved_views import SavedTensor
 
 SMALL = {
     "model_type": "qwen3_moe",
@@ -131,7 +131,7 @@ def test_a_run_goes_on_with_the_model_that_it_was_begun_with(tmp_path: Path, cha
 
 
 def test_an_adapter_that_the_last_layers_lack_counts_for_all_layers() -> None:
-    sums = bytes_by_layers({"model.layers.0.lora_A.weight": Saved.as_held("BF16", (2, 3), "x")}, 3)
+    sums = bytes_by_layers({"model.layers.0.lora_A.weight": SavedTensor.as_held("BF16", (2, 3), "x")}, 3)
     assert sums == [0, 12, 12, 12]
 
 

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.commit import CommitBook
-from trinity_sync.protocol.parts import FULL, STATE_DICT, Clean, Commit, Decision, Fail, Grant, Kind, MoveTracker
+from trinity_sync.protocol.parts import FULL, STATE_DICT, Abort, Cleanup, Commit, Decision, Grant, Kind, MoveTracker
 from trinity_sync.protocol.step import StepStatus
 
 
@@ -133,7 +133,7 @@ def test_two_different_digests_fail_the_step() -> None:
     book = make_book()
     book.begin(1, STATE_DICT, ["r0", "r1"])
     book.finished(1, part="r0", digest="ab")
-    (failure,) = only(book.finished(1, part="r1", digest="cd"), Fail)
+    (failure,) = only(book.finished(1, part="r1", digest="cd"), Abort)
     assert "ab" in failure.error
     assert "cd" in failure.error
 
@@ -142,7 +142,7 @@ def test_two_parts_that_wrote_one_file_differently_fail_the_step() -> None:
     book = make_book()
     book.begin(1, FULL, ["r0", "r1"])
     book.finished(1, part="r0", files=[("config.json", 3, "x")])
-    (failure,) = only(book.finished(1, part="r1", files=[("config.json", 3, "y")]), Fail)
+    (failure,) = only(book.finished(1, part="r1", files=[("config.json", 3, "y")]), Abort)
     assert "config.json" in failure.error
 
 
@@ -164,7 +164,7 @@ def test_verls_trainer_has_all_the_time_for_what_it_writes_itself_and_nobody_els
     book = make_book()
     book.begin(4, FULL, ["actor/model", "actor/beside", "actor/beside-data_1.pt"])
     book._clock.now += 1e6  # type: ignore[attr-defined]
-    assert [decision.step for decision in only(book.tick(), Fail)] == [4]
+    assert [decision.step for decision in only(book.tick(), Abort)] == [4]
     book.begin(5, FULL, ["actor/model", "actor/beside", "actor/beside-data_1.pt"])
     book.finished(5, part="actor/model", report="a")
     book._clock.now += 1e6  # type: ignore[attr-defined]
@@ -440,10 +440,10 @@ def test_a_failed_part_fails_the_step_for_good_and_is_reported_once() -> None:
     book = make_book()
     book.begin(9, FULL, ["a", "b"])
     (failure,) = book.failed(9, "a", "disk full")
-    assert failure == Fail(9, 0, "part 'a' failed: disk full")
-    assert book.failed(9, "b", "me too") == [Clean(9, 0)]
-    assert book.finished(9, part="b") == [Clean(9, 0)]
-    assert book.finished(9, part="a") == [Clean(9, 0)]
+    assert failure == Abort(9, 0, "part 'a' failed: disk full")
+    assert book.failed(9, "b", "me too") == [Cleanup(9, 0)]
+    assert book.finished(9, part="b") == [Cleanup(9, 0)]
+    assert book.finished(9, part="a") == [Cleanup(9, 0)]
     assert book.status(9).state == "failed"
     with pytest.raises(RunError, match="disk full"):
         book.begin(9, FULL, ["a", "b"])
@@ -471,7 +471,7 @@ def test_a_failure_after_the_weights_were_committed_leaves_the_weights() -> None
     book.mark(2, STATE_DICT)
     book.mark(2, FULL)
     commit_all(book, book.finished(2, weights=True, part="model"))
-    assert only(book.failed(2, "optim", "disk full"), Fail)
+    assert only(book.failed(2, "optim", "disk full"), Abort)
     assert book.status(2, STATE_DICT).state == "committed"
     assert book.status(2, FULL).state == "failed"
 
@@ -480,8 +480,8 @@ def test_a_part_that_fails_while_the_weights_are_being_committed() -> None:
     book = make_book()
     book.begin(2, STATE_DICT, ["w"])
     book.finished(2, part="w")
-    assert only(book.failed(2, "late", "boom"), Fail)
-    assert book.commit_done(2, STATE_DICT) == [MoveTracker(STATE_DICT, 2), Clean(2, 0)]
+    assert only(book.failed(2, "late", "boom"), Abort)
+    assert book.commit_done(2, STATE_DICT) == [MoveTracker(STATE_DICT, 2), Cleanup(2, 0)]
 
 
 def test_a_commit_that_fails_fails_the_step() -> None:
@@ -522,7 +522,7 @@ def test_a_writer_that_dies_fails_what_it_was_writing_and_nothing_else() -> None
         book.begin(step, FULL, ["r0", "r1"])
     book.started("t0", "node", "p0", step=1, part="r0")
     book.started("t1", "node", "p1", step=2, part="r1")
-    (failure,) = only(book.writer_lost("node", "p0"), Fail)
+    (failure,) = only(book.writer_lost("node", "p0"), Abort)
     assert failure.step == 1
     assert "'r0'" in failure.error
     assert book.status(2).state == "open"
@@ -542,7 +542,7 @@ def test_a_lost_node_fails_all_its_writers() -> None:
     for step, job in ((1, "p0"), (2, "p1")):
         book.begin(step, FULL, ["r"])
         book.started(f"t{step}", "node", job, step=step, part="r")
-    assert [failure.step for failure in only(book.writer_lost("node"), Fail)] == [1, 2]
+    assert [failure.step for failure in only(book.writer_lost("node"), Abort)] == [1, 2]
 
 
 def test_the_death_of_an_earlier_life_does_not_touch_the_next() -> None:
@@ -557,7 +557,7 @@ def test_a_lost_writer_that_never_said_what_it_wrote_fails_the_steps_that_wait()
     book.register(1, checkpoint=2)
     book.mark(1, FULL)
     book.started("t", "node", "p0", anonymous=True)
-    assert [failure.step for failure in only(book.writer_lost("node", "p0"), Fail)] == [1]
+    assert [failure.step for failure in only(book.writer_lost("node", "p0"), Abort)] == [1]
 
 
 ASKERS = {"A0": ("A", "p0"), "A0b": ("A", "p0"), "A1": ("A", "p1"), "B0": ("B", "p0")}
@@ -626,7 +626,7 @@ def test_waiting_in_the_queue_is_not_silence() -> None:
         book.started(f"t{step}", "n", f"p{step}", step=step, part="a")
     for step in (1, 2, 3):
         book._clock.now += 50  # type: ignore[attr-defined]
-        assert only(book.tick(), Fail) == []
+        assert only(book.tick(), Abort) == []
         assert only(book.finished(step, part="a", ticket=f"t{step}"), Commit)
         book.commit_done(step, FULL)
 
@@ -764,7 +764,7 @@ class BookMachine(RuleBasedStateMachine):
                     assert kind in model.begun
                     assert not [c for c in self.pending if c.step == step], "two commits of a step at once"
                     self.pending.append(decision)
-                case Fail(step, _, _):
+                case Abort(step, _, _):
                     self.model[step].failed = True
                     self.model[step].faults += 1
                 case MoveTracker(kind, step):

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from tests.protocol.test_commit import Clock, commit_all, make_book, only, restart
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.commit import CommitBook
-from trinity_sync.protocol.parts import FULL, STATE_DICT, Commit, Decision, Fail, FileTuple, Kind, missing_rank_files
+from trinity_sync.protocol.parts import FULL, STATE_DICT, Abort, Commit, Decision, FileTuple, Kind, missing_rank_files
 
 RANKS = ("model-rank-00000", "model-rank-00001")
 
@@ -134,7 +134,7 @@ def test_a_writer_that_dies_before_its_part_is_in_fails_the_step() -> None:
     for rank in RANKS:
         start(book, rank)
     finish(book, RANKS[0])
-    (failure,) = only(book.writer_lost("n", f"p-{RANKS[1]}"), Fail)
+    (failure,) = only(book.writer_lost("n", f"p-{RANKS[1]}"), Abort)
     assert RANKS[1] in failure.error
 
 
@@ -144,7 +144,7 @@ def test_an_announced_part_that_never_begins_fails_the_step_by_its_name() -> Non
     start(book, RANKS[0])
     finish(book, RANKS[0])
     book._clock.now += 61  # type: ignore[attr-defined]
-    (failure,) = only(book.tick(), Fail)
+    (failure,) = only(book.tick(), Abort)
     assert RANKS[1] in failure.error
 
 
@@ -343,7 +343,7 @@ class CountedMachine(RuleBasedStateMachine):
                 paths = [path for path, *_ in decision.files]
                 assert missing_rank_files([*paths, *(file_of(part)[0] for part in model.visible)]) == []
                 self.pending.append(decision)
-            elif isinstance(decision, Fail):
+            elif isinstance(decision, Abort):
                 self.model[decision.step].failed = True
 
     STEPS = st.sampled_from([1, 2])

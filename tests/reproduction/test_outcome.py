@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trinity_sync.errors import ConfigError
-from trinity_sync.reproduction.outcome import DIGEST, Outcome, Unequal, compare, computed, read_outcome
+from trinity_sync.reproduction.outcome import DIGEST, Outcome, ValueDifference, compare, computed, read_outcome
 
 digests = st.dictionaries(st.integers(0, 6), st.sampled_from("abc"))
 numbers = st.none() | st.integers(-3, 3) | st.sampled_from([0.1, 0.1 + 1e-17, 0.30000000000000004, 0.3])
@@ -61,15 +61,15 @@ def test_the_first_version_and_the_first_metrics_that_differ_are_told() -> None:
     old = Outcome(digests={0: "a", 1: "b", 2: "c"}, metrics={1: {"loss": 1.0, "reward/mean": 0.5}, 2: {"loss": 2.0}})
     new = Outcome(digests={0: "a", 1: "x", 2: "y"}, metrics={1: {"loss": 1.5, "reward/mean": 0.5}, 2: {"loss": 9.0}})
     comparison = compare(old, new)
-    assert comparison.first_version == Unequal(1, DIGEST, "b", "x")
-    assert comparison.first_metrics == [Unequal(1, "loss", 1.0, 1.5)]
+    assert comparison.first_version == ValueDifference(1, DIGEST, "b", "x")
+    assert comparison.first_metrics == [ValueDifference(1, "loss", 1.0, 1.5)]
     assert (comparison.versions, comparison.values) == (3, 3)
 
 
 def test_a_metric_that_only_one_of_them_has_differs() -> None:
     old, new = Outcome(metrics={1: {"loss": 1.0}}), Outcome(metrics={1: {"loss": 1.0, "entropy": None}})
-    assert compare(old, new).first_metrics == [Unequal(1, "entropy", None, None)]
-    assert compare(new, old).first_metrics == [Unequal(1, "entropy", None, None)]
+    assert compare(old, new).first_metrics == [ValueDifference(1, "entropy", None, None)]
+    assert compare(new, old).first_metrics == [ValueDifference(1, "entropy", None, None)]
 
 
 def test_versions_that_only_the_new_one_published_say_nothing() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.samples.helpers import sample
 from trinity_sync.errors import RunError
-from trinity_sync.samples.advantages import Chosen, GroupFilter, Overlong
+from trinity_sync.samples.advantages import GroupChoice, GroupFilter, LengthPenalty
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.metrics import drawn_metrics
 
@@ -25,7 +25,7 @@ def groups(*rewards: tuple[float | None, ...]) -> SampleBatch:
     )
 
 
-def prompts_of(chosen: Chosen | None) -> list[int]:
+def prompts_of(chosen: GroupChoice | None) -> list[int]:
     assert chosen is not None
     return sorted({*chosen.batch.prompts.tolist()})
 
@@ -88,7 +88,7 @@ def test_what_has_to_differ_is_the_reward_with_its_penalty_the_score_or_whether_
             sample(prompt=2, number=1, reward=0.5, exact=1.0),
         ]
     )
-    overlong = Overlong(longest=4, buffer=2, penalty=1.0)
+    overlong = LengthPenalty(longest=4, buffer=2, penalty=1.0)
     found = {
         metric: group_filter(metric=metric, overlong=overlong).differing(batch).tolist()
         for metric in ("reward", "score", "acc")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from tests.samples.helpers import sample
 from trinity_sync.samples.batch import SampleBatch, VersionSpans
-from trinity_sync.samples.journal import Journal, Taken
+from trinity_sync.samples.journal import Journal, UpdateGroupIds
 from trinity_sync.samples.position import GroupId
 
 Make = Callable[..., Journal]
@@ -254,9 +254,9 @@ FIRST, SECOND, THIRD, FOURTH = (GroupId(1, prompt) for prompt in range(4))
 def test_a_free_run_takes_the_same_groups_again_and_then_those_that_were_finished(make: Make) -> None:
     journal = make()
     journal.append(batch(1, 0, 1, 2, version=0), flat=[SECOND])
-    journal.took(1, Taken([FIRST], [SECOND]))
+    journal.took(1, UpdateGroupIds([FIRST], [SECOND]))
     taken, finished = make(1).go_on(0, everything)
-    assert taken == {1: Taken([FIRST], [SECOND], [])}
+    assert taken == {1: UpdateGroupIds([FIRST], [SECOND], [])}
     assert {group: one.flat for group, one in finished.items()} == {FIRST: False, SECOND: True, THIRD: False}
     assert same(finished[THIRD].batch.take(finished[THIRD].rows), batch(1, 2, version=0))
 
@@ -278,7 +278,7 @@ def test_a_group_whose_newest_samples_could_not_be_written_is_not_repeated_with_
     journal.append(batch(1, 0, version=0, text="first"))
     journal.append(batch(1, 0, version=0, text="x" * 4000))
     journal.cut(0)
-    journal.took(1, Taken([FIRST]))
+    journal.took(1, UpdateGroupIds([FIRST]))
     assert make(1).go_on(0, everything) == ({}, {})
     (told,) = faults
     assert "samples.journal_mb" in told
@@ -288,7 +288,7 @@ def test_a_full_journal_of_a_free_run_is_emptied_by_a_commit(make: Make, tmp_pat
     journal = make(most=1900)
     for step in range(1, 6):
         journal.append(batch(1, step, version=0))
-        journal.took(step, Taken([GroupId(1, step)]))
+        journal.took(step, UpdateGroupIds([GroupId(1, step)]))
     journal.cut(5)
     assert files(tmp_path) == []
     journal.append(batch(2, 0, version=5))
@@ -299,17 +299,17 @@ def test_a_step_that_shares_a_group_with_an_earlier_one_is_of_another_history(ma
     journal = make()
     journal.append(batch(1, 0, 1, version=0))
     for step, groups in ((1, [FIRST]), (2, [SECOND]), (3, [FIRST])):
-        journal.took(step, Taken(groups))
+        journal.took(step, UpdateGroupIds(groups))
     assert list(make(1).go_on(0, everything)[0]) == [1, 2]
 
 
 def test_the_record_of_what_is_void_outlives_the_files_that_it_is_about(make: Make) -> None:
     journal = make()
     journal.append(batch(1, 0, 1, version=0))
-    journal.took(9, Taken([FIRST]))
+    journal.took(9, UpdateGroupIds([FIRST]))
     second = make(1)
     second.go_on(0, everything)  # from scratch: step 1 is unknown
-    second.took(1, Taken([SECOND]))
+    second.took(1, UpdateGroupIds([SECOND]))
     second.cut(1)
     second.append(batch(9, 0, version=1))
     second.cut(8)
@@ -319,8 +319,8 @@ def test_the_record_of_what_is_void_outlives_the_files_that_it_is_about(make: Ma
 def test_a_step_in_which_an_attempt_has_died_again_is_made_anew(make: Make) -> None:
     journal = make()
     journal.append(batch(1, 0, 1, version=0))
-    journal.took(1, Taken([FIRST]))
-    journal.took(2, Taken([SECOND]))
+    journal.took(1, UpdateGroupIds([FIRST]))
+    journal.took(2, UpdateGroupIds([SECOND]))
     assert list(make(1).go_on(0, everything)[0]) == [1, 2]
     taken, finished = make(2).go_on(0, everything)
     assert (list(taken), set(finished)) == ([1], {FIRST})
@@ -333,7 +333,7 @@ def test_a_disk_that_hangs_is_told_once_and_holds_nobody_else(
     journal = make()
     with journal._lock:
         journal.append(batch(1, 0))
-        journal.took(1, Taken([FIRST]))
+        journal.took(1, UpdateGroupIds([FIRST]))
         assert journal.find(1, [0], "digest") is None
     (told,) = faults
     assert "takes longer than" in told
@@ -350,7 +350,7 @@ def test_steps_after_a_gap_are_not_repeated_nor_the_samples_of_their_versions(ma
     journal = make()
     journal.append(batch(1, 0, version=0))
     journal.append(batch(1, 1, version=2))
-    journal.took(2, Taken([FIRST]))
+    journal.took(2, UpdateGroupIds([FIRST]))
     taken, finished = make(1).go_on(0, everything)
     assert taken == {}
     assert set(finished) == {FIRST}
@@ -359,8 +359,8 @@ def test_steps_after_a_gap_are_not_repeated_nor_the_samples_of_their_versions(ma
 def test_a_step_whose_groups_are_missing_is_not_repeated(make: Make) -> None:
     journal = make()
     journal.append(batch(1, 0, version=0))
-    journal.took(1, Taken([FIRST]))
-    journal.took(2, Taken([SECOND]))
+    journal.took(1, UpdateGroupIds([FIRST]))
+    journal.took(2, UpdateGroupIds([SECOND]))
     taken, _ = make(1).go_on(0, everything)
     assert list(taken) == [1]
 
@@ -369,13 +369,13 @@ def test_what_another_history_made_is_not_used_by_a_third_attempt(make: Make) ->
     journal = make()
     journal.append(batch(1, 0, 1, version=0))
     journal.append(batch(1, 2, version=2))
-    journal.took(1, Taken([FIRST]))
-    journal.took(3, Taken([SECOND]))  # step 2 is missing: the second attempt does it anew
+    journal.took(1, UpdateGroupIds([FIRST]))
+    journal.took(3, UpdateGroupIds([SECOND]))  # step 2 is missing: the second attempt does it anew
     second = make(1)
     assert list(second.go_on(0, everything)[0]) == [1]
-    second.took(2, Taken([SECOND]))
+    second.took(2, UpdateGroupIds([SECOND]))
     taken, finished = make(2).go_on(0, everything)
-    assert taken == {1: Taken([FIRST], [], []), 2: Taken([SECOND], [], [])}
+    assert taken == {1: UpdateGroupIds([FIRST], [], []), 2: UpdateGroupIds([SECOND], [], [])}
     assert THIRD not in finished
 
 
@@ -386,7 +386,7 @@ def test_groups_that_were_trained_on_before_the_checkpoint_are_left_out_and_thei
     again = make(1)
     _, finished = again.go_on(1, lambda group: group != FIRST)
     assert set(finished) == {SECOND}
-    again.took(2, Taken([SECOND]))
+    again.took(2, UpdateGroupIds([SECOND]))
     again.cut(2)
     assert files(tmp_path) == []
 
@@ -403,10 +403,10 @@ def test_a_group_that_was_made_again_is_used_as_it_was_made_last(make: Make) -> 
 def test_a_commit_keeps_the_files_of_groups_that_are_still_to_be_trained_on(make: Make, tmp_path: Path) -> None:
     journal = make()
     journal.append(batch(1, 0, 1, version=0))
-    journal.took(1, Taken([FIRST]))
+    journal.took(1, UpdateGroupIds([FIRST]))
     journal.cut(1)
     assert len(files(tmp_path)) == 1
-    journal.took(2, Taken([SECOND]))
+    journal.took(2, UpdateGroupIds([SECOND]))
     journal.cut(2)
     assert files(tmp_path) == []
 

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from tests.samples.helpers import sample
-from trinity_sync.samples.advantages import Overlong, group_advantages
+from trinity_sync.samples.advantages import LengthPenalty, group_advantages
 from trinity_sync.samples.batch import SampleBatch
 
 LONGEST, BUFFER, PENALTY = 8, 3, 0.7
 LENGTHS = np.arange(1, LONGEST + 1)
-OVERLONG = Overlong(longest=LONGEST, buffer=BUFFER, penalty=PENALTY)
+OVERLONG = LengthPenalty(longest=LONGEST, buffer=BUFFER, penalty=PENALTY)
 
 
 class Tokenizer:

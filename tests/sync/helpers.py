@@ -14,14 +14,14 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from tests.sync.light import PretendNodeAgent
 from tests.weights.helpers import cut, local_elements
 from trinity_sync.actors.agent_client import AgentClient
-from trinity_sync.actors.synchronizer_client import Sealed, SynchronizerClient
+from trinity_sync.actors.synchronizer_client import SealedVersion, SynchronizerClient
 from trinity_sync.protocol.parts import part_name
 from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync.base import LayoutCache, TrainerSide
 from trinity_sync.sync.memory import MemoryTransport
 from trinity_sync.sync.node_agent import AgentConfig, NodeAgent
-from trinity_sync.sync.weight_loader import InPlace, WeightLoader
+from trinity_sync.sync.weight_loader import LiveTensors, WeightLoader
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.slots import map_segment
 from trinity_sync.weights.staging import stage
@@ -131,14 +131,14 @@ class PretendTrainer:
         stage(layout, sources(layout, weights), self.segment(slot, part, writable=True))
         self.agents[self._node_of[part]].part_staged(version, slot, part).result(LIMIT)
 
-    def seal(self, weights: Mapping[str, torch.Tensor]) -> Sealed:
+    def seal(self, weights: Mapping[str, torch.Tensor]) -> SealedVersion:
         """Stage all parts of the next version."""
         version, slot = self.open()
         for part in self.layouts:
             self.stage_part(version, slot, part, weights)
         return self.synchronizer.wait_sealed(version, LIMIT).result(LIMIT)
 
-    def publish(self, weights: Mapping[str, torch.Tensor]) -> Sealed:
+    def publish(self, weights: Mapping[str, torch.Tensor]) -> SealedVersion:
         """Stage and commit the next version, as the memory mode does."""
         sealed = self.seal(weights)
         self.synchronizer.commit(sealed.version).result(LIMIT)
@@ -148,7 +148,7 @@ class PretendTrainer:
         """A rank's bytes of a slot, mapped."""
         return map_segment(self.paths[slot, part], self.layouts[part].nbytes, writable=writable)
 
-    def damage(self, sealed: Sealed, part: str, byte: int) -> None:
+    def damage(self, sealed: SealedVersion, part: str, byte: int) -> None:
         """Change one byte of what was sealed; once more restores it."""
         with self.segment(sealed.slot, part, writable=True) as segment:
             segment[byte] ^= 0xFF
@@ -171,5 +171,5 @@ def make_loader(
     """An explorer's half in this process; over shared memory unless told otherwise."""
     layouts = LayoutCache(side.agents, LIMIT)
     transport = transport or MemoryTransport(side.agents, layouts, LIMIT, node_id())
-    target = InPlace(destinations, transport, layouts, verify)
+    target = LiveTensors(destinations, transport, layouts, verify)
     return WeightLoader(member or RoundMember.new(name), target, side.synchronizer)

@@ -19,7 +19,7 @@ from trinity_sync.sync import nccl
 from trinity_sync.sync.base import Bucket, ExplorerSide, LayoutCache
 from trinity_sync.sync.deltas import DeltaTransport
 from trinity_sync.sync.nccl import BroadcastDeltas, NcclTransport
-from trinity_sync.sync.weight_loader import InPlace, WeightLoader
+from trinity_sync.sync.weight_loader import LiveTensors, WeightLoader
 from trinity_sync.weights.apply import ChecksumError
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.slots import map_segment
@@ -80,7 +80,7 @@ class Receiver:
         self._transport = Misbehaving(name, layouts)
         side = ExplorerSide(name=name, node="", agents=agents, layouts=layouts, timeout_s=LIMIT)
         transport = DeltaTransport(side, BroadcastDeltas(self._transport, name, layouts))
-        self._loader = WeightLoader(member, InPlace(self._tensors, transport, layouts, "full"), synchronizer)
+        self._loader = WeightLoader(member, LiveTensors(self._tensors, transport, layouts, "full"), synchronizer)
 
     def pid(self) -> int:
         return os.getpid()

@@ -20,7 +20,7 @@ import pytest
 from tests.sync.helpers import LIMIT, PretendTrainer, empty, make_loader, node_id, random_weights
 from tests.weights.helpers import reference_digest
 from trinity_sync.actors.agent_client import AgentClient
-from trinity_sync.actors.calls import Call, MemberDied
+from trinity_sync.actors.calls import Call, DeathError
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import PartInfo
 from trinity_sync.protocol.versions import Version
@@ -262,9 +262,9 @@ def test_a_killed_agent_is_named_at_once_and_what_it_left_is_removed_by_the_next
     synchronizer.client.begin(version, parts, LIMIT).result(LIMIT)
     waiting = synchronizer.actor.wait_sealed.remote(version, LIMIT * 10)
     os.kill(agent.memory().result(LIMIT)["pid"], signal.SIGKILL)
-    with pytest.raises(MemberDied, match=rf"^the agent of node {node_id()} died before it could seal version 0$"):
+    with pytest.raises(DeathError, match=rf"^the agent of node {node_id()} died before it could seal version 0$"):
         Call(waiting, "the synchronizer", "seal version 0").result(LIMIT)
-    with pytest.raises(MemberDied, match="died before it could take version 1"):
+    with pytest.raises(DeathError, match="died before it could take version 1"):
         synchronizer.client.begin(Version(0, 1), parts, LIMIT).result(LIMIT)
 
     assert abandoned <= set(files_in(tmp_path))

@@ -22,8 +22,8 @@ from tests.sync.helpers import LIMIT, PretendTrainer, empty, make_loader, node_i
 from tests.sync.test_loading import FolderStore, side_of
 from tests.weights.helpers import reference_digest
 from trinity_sync.actors.agent_client import AgentClient, SharedDelta, WrittenDelta
-from trinity_sync.actors.synchronizer_client import Sealed
-from trinity_sync.errors import ProcessLost, RunError, WaitTimeout
+from trinity_sync.actors.synchronizer_client import SealedVersion
+from trinity_sync.errors import ProcessLoss, RunError, WaitTimeout
 from trinity_sync.host.hardware import peak_rss
 from trinity_sync.protocol.parts import version_folder
 from trinity_sync.protocol.versions import Version
@@ -87,7 +87,7 @@ class Run:
         places = {"store": FolderStore(self.root), "deltas": self.deltas}
         self.publisher = self._mode.publisher(side_of(self.trainer, **places | self._sides))
 
-    def publish(self, count: int = 1, share: float = 0.02) -> Sealed:
+    def publish(self, count: int = 1, share: float = 0.02) -> SealedVersion:
         """Publish versions, each with a share of new elements; return the last."""
         for _ in range(count):
             for name, tensor in self.weights.items():
@@ -462,7 +462,7 @@ class MemoryRun(Run):
 @pytest.mark.parametrize(
     ("error", "is_lost"),
     [
-        (ProcessLost("pid 7 does not reach Ray's raylet on its node any more"), True),
+        (ProcessLoss("pid 7 does not reach Ray's raylet on its node any more"), True),
         (WaitTimeout("the node agent", "make the deltas", 1.0), False),
         (RunError("an unknown codec"), False),
     ],
@@ -481,13 +481,13 @@ def test_a_lost_process_is_no_reason_to_publish_a_version_in_full(
     monkeypatch.setattr("trinity_sync.sync.deltas.results", results)
     node = SimpleNamespace(node=0)
     side: Any = SimpleNamespace(versions=None, base_every=None, agents={}, timeout_s=1.0, version_bytes=node)
-    sealed = Sealed(version=Version(0, 2), slot=1, digest=None, parts={})
+    sealed = SealedVersion(version=Version(0, 2), slot=1, digest=None, parts={})
     deltas = VersionDeltas(side, "auto", always=False)
     deltas._before = Version(0, 1), 0
     if not is_lost:
         assert deltas.encode(sealed, pays=True) is None
         return
-    with pytest.raises(ProcessLost, match="raylet"):
+    with pytest.raises(ProcessLoss, match="raylet"):
         deltas.encode(sealed, pays=True)
 
 

@@ -20,7 +20,7 @@ from ray.exceptions import LocalRayletDiedError, ObjectFetchTimedOutError, OutOf
 from tests import local_ray
 from tests.sync.helpers import LIMIT, odd_weights, random_weights
 from tests.sync.light import Module
-from trinity_sync.errors import ProcessLost, RunError, WaitTimeout
+from trinity_sync.errors import ProcessLoss, RunError, WaitTimeout
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync import Synchronizer, state_dicts
 from trinity_sync.weights.tensors import state_digest
@@ -178,7 +178,7 @@ def test_a_raylet_that_is_gone_is_the_loss_of_a_process_to_a_reader(monkeypatch:
 
     monkeypatch.setattr(ray, "get", gone)
     stored = state_dicts.StoredState(tensors=[], bucket_bytes=1, digests=[], buckets=[])
-    with pytest.raises(ProcessLost, match="does not reach Ray's raylet"):
+    with pytest.raises(ProcessLoss, match="does not reach Ray's raylet"):
         state_dicts.get(Version(0, 20), stored, LIMIT)
 
 

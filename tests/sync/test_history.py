@@ -16,7 +16,7 @@ from tests.sync.test_deltas import Run, also, assert_holds, flip, make_trainer
 from tests.sync.test_loading import FolderStore, side_of
 from tests.weights.helpers import reference_digest
 from trinity_sync.actors.agent_client import AgentClient
-from trinity_sync.actors.synchronizer_client import Sealed
+from trinity_sync.actors.synchronizer_client import SealedVersion
 from trinity_sync.checkpoint.export import restore_version
 from trinity_sync.checkpoint.folder.catalog import history, history_bytes, verify
 from trinity_sync.checkpoint.folder.commits import keep_weights
@@ -61,7 +61,7 @@ class Remembered(Run):
         side = replace(side_of(self.trainer), base_every=BASE_EVERY)
         self.publisher = DeltaPublisher(side, CommittedStore(self.root), False, self.deltas, self._mode._delta)
 
-    def publish(self, count: int = 1, share: float = 0.02) -> Sealed:
+    def publish(self, count: int = 1, share: float = 0.02) -> SealedVersion:
         for _ in range(count):
             sealed = super().publish(share=share)
             self.digests[sealed.version] = reference_digest(self.weights, "BF16")

@@ -22,7 +22,7 @@ import ray
 from tests import local_ray
 from tests.sync.helpers import LIMIT, WIRE, PretendTrainer, empty, make_loader, node_id, random_weights
 from trinity_sync.actors.agent_client import AgentClient
-from trinity_sync.actors.calls import Call, MemberDied
+from trinity_sync.actors.calls import Call, DeathError
 from trinity_sync.actors.explorer_client import ExplorerClient
 from trinity_sync.actors.synchronizer_client import SynchronizerClient
 from trinity_sync.errors import RunError, WaitTimeout
@@ -178,7 +178,7 @@ def test_who_waits_for_the_synchronizer_in_vain_says_for_what_and_a_timeout_says
         ray.get(explorer.attach.remote(trainer.agents, impatient, RoundMember.new(name)), timeout=LIMIT)
     mode = MemoryPublisher(TrainerSide(synchronizer=impatient, agents=trainer.agents, ranks=[], timeout_s=limit))
     told, error = {
-        "dies": (r"died before it could answer {} \(it was killed by `ray\.kill`\)", MemberDied),
+        "dies": (r"died before it could answer {} \(it was killed by `ray\.kill`\)", DeathError),
         "hangs": ("did not answer {} within 1 s", WaitTimeout),
     }[how]
     if how == "dies":
@@ -231,10 +231,10 @@ def publish(
     for call in calls:
         try:
             assert call.result(NOTICED_S) == sealed.digest
-        except MemberDied as death:
+        except DeathError as death:
             if death.who != call.who:
                 raise
             dead.append(call.who)
-            with contextlib.suppress(MemberDied):
+            with contextlib.suppress(DeathError):
                 trainer.synchronizer.drop_reader(members[call.who]).result(LIMIT)
     return dead

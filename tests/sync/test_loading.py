@@ -26,7 +26,7 @@ from trinity_sync.sync import Synchronizer
 from trinity_sync.sync.base import Bucket, FindDestination, LayoutCache, TrainerSide
 from trinity_sync.sync.checkpoint import CheckpointPublisher, CheckpointTransport
 from trinity_sync.sync.memory import MemoryPublisher, MemoryTransport
-from trinity_sync.sync.weight_loader import InPlace, LoadResult, WeightLoader
+from trinity_sync.sync.weight_loader import LiveTensors, LoadResult, WeightLoader
 from trinity_sync.weights.layout import Cut
 from trinity_sync.weights.shard_file import ShardFileError
 from trinity_sync.weights.slots import map_segment
@@ -214,7 +214,7 @@ def test_a_digest_of_what_was_read_again_after_it_proves_nothing_once_the_lease_
     sealed = trainer.publish(weights)
     member = RoundMember.new("explorer-0")
 
-    class Late(InPlace):
+    class Late(LiveTensors):
         def take(self, *args: Any) -> LoadResult:
             taken = super().take(*args)
             trainer.synchronizer.drop_reader(member).result(LIMIT)

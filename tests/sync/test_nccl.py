@@ -20,7 +20,7 @@ from tests.sync.members import Receiver, Sender
 from trinity_sync.actors.agent_client import AgentClient
 from trinity_sync.actors.explorer_client import ExplorerClient, LoadReport
 from trinity_sync.actors.rank_client import RankClient
-from trinity_sync.actors.synchronizer_client import Sealed
+from trinity_sync.actors.synchronizer_client import SealedVersion
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.protocol.versions import Version
@@ -210,7 +210,7 @@ class Following:
         side = TrainerSide(**given, timeout_s=timeout_s, explorer_nodes=lambda: nodes)
         return NcclPublisher(side, "gloo", SimpleNamespace(codec=codec), always=not nodes)
 
-    def publish(self, share: float = 0.01) -> Sealed:
+    def publish(self, share: float = 0.01) -> SealedVersion:
         """Publish a version with a share of new elements."""
         for name, tensor in self.weights.items():
             changed = torch.rand(tensor.shape) < share
@@ -219,7 +219,7 @@ class Following:
         self.publisher.publish(sealed)
         return sealed
 
-    def deliver(self, sealed: Sealed, *names: str) -> list[LoadReport]:
+    def deliver(self, sealed: SealedVersion, *names: str) -> list[LoadReport]:
         """Deliver a version to explorers, all where none are named."""
         chosen = {name: self.explorers[name] for name in names or self.explorers}
         reports = self.publisher.deliver(chosen, sealed.version).reports

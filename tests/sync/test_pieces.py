@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from trinity_sync.actors.agent_client import AgentClient
-from trinity_sync.errors import ProcessLost, RunError
+from trinity_sync.errors import ProcessLoss, RunError
 from trinity_sync.host.channel import Connection, Listener, open_connection
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync.pieces import (
@@ -283,7 +283,7 @@ def test_an_owner_that_stalls_twice_is_a_process_that_hangs(make_owner: MakeOwne
     silent = Listener((HERE, 0), SECRET, say())
     stuck = PieceSource(HERE, int(silent.address[1]), "the owner", owner=True)
     owner.chain = NodeChain(owner.held, stuck)
-    with pytest.raises(ProcessLost, match=r"^piece 0 .*, from the owner: the owner did not send .* within 0\.4 s"):
+    with pytest.raises(ProcessLoss, match=r"^piece 0 .*, from the owner: the owner did not send .* within 0\.4 s"):
         node.bring(owner)
     silent.close()
 

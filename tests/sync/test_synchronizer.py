@@ -12,7 +12,7 @@ import ray
 from ray.exceptions import RayActorError
 
 from tests import local_ray
-from trinity_sync.actors.calls import MemberDied
+from trinity_sync.actors.calls import DeathError
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.protocol.parts import PartInfo
 from trinity_sync.protocol.rounds import RoundMember
@@ -396,7 +396,7 @@ def test_an_agent_that_is_started_again_is_not_taken_for_the_dead_one(told: str)
         if told == "before":
             first.set_exception(RayActorError())
             await turns()
-            with pytest.raises(MemberDied, match="the agent of node 1 died before it could take version 0"):
+            with pytest.raises(DeathError, match="the agent of node 1 died before it could take version 0"):
                 await actor.begin(Version(0, 0), PARTS, LONG)
         watches.append(asyncio.ensure_future(actor.watch(successor, [lives])))
         await turns()
@@ -407,7 +407,7 @@ def test_an_agent_that_is_started_again_is_not_taken_for_the_dead_one(told: str)
         await commit(actor, 0)
         lives.set_exception(RayActorError())
         await turns()
-        with pytest.raises(MemberDied, match="the agent of node 1 died"):
+        with pytest.raises(DeathError, match="the agent of node 1 died"):
             await actor.begin(Version(0, 1), PARTS, LONG)
         await asyncio.gather(*watches)
 

@@ -14,7 +14,7 @@ from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks.base import Response, RewardResult
 from trinity_sync.tasks.jsonl import JsonlTask
-from trinity_sync.tasks.rewards import Judging, WeightedSum, exact_match, score
+from trinity_sync.tasks.rewards import RewardSettings, WeightedSum, exact_match, score
 
 
 def shout(prompt: Prompt, response: str, *, volume: float) -> float:
@@ -147,7 +147,7 @@ def composed(folder: Path, *overrides: str) -> Any:
 
 def test_the_option_and_the_class_judge_alike_by_default(tmp_path: Path) -> None:
     reward = config.compose(["task=jsonl", "task.path=x", "model.path=x"]).task.reward
-    ours = vars(Judging())
+    ours = vars(RewardSettings())
     assert {key: reward[key] for key in ours} == ours
 
 

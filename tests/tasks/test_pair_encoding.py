@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from tests.tasks.chat import TEMPLATE, chat_tokenizer, ending_tokenizer, said
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.tasks.conversations import Conversation, ConversationsTask
-from trinity_sync.tasks.encoding import Encoded, PairEncoder
+from trinity_sync.tasks.encoding import EncodedPair, PairEncoder
 from trinity_sync.tasks.pairs import TextPair
 
 HERE = "train.jsonl:3"
@@ -39,7 +39,7 @@ def spoken(ids: list[int]) -> str:
     return str(chat_tokenizer().decode(ids))
 
 
-def learnt(found: Encoded) -> str:
+def learnt(found: EncodedPair) -> str:
     return spoken([token for token, mark in zip(found.response, found.learnt, strict=True) if mark])
 
 

@@ -31,7 +31,7 @@ from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks import reward_processes
 from trinity_sync.tasks.base import Failure, Response, RewardResult, SummedResult, Verdict
 from trinity_sync.tasks.reward_processes import RewardProcesses, decoded, encoded
-from trinity_sync.tasks.rewards import FunctionReward, Judging
+from trinity_sync.tasks.rewards import FunctionReward, RewardSettings
 
 SOURCE = bad_rewards.__file__
 PROMPT = Prompt(index=5, text="61=", answer="61", fields={"level": 1})
@@ -49,7 +49,7 @@ def judging(
     reward: Callable[..., float] = bad_rewards.misbehave,
 ) -> Iterator[RewardProcesses]:
     function = FunctionReward(reward)
-    found = RewardProcesses(function, Judging(on_error, timeout_s, processes), function.name)
+    found = RewardProcesses(function, RewardSettings(on_error, timeout_s, processes), function.name)
     try:
         yield found
     finally:
@@ -425,7 +425,7 @@ def test_a_signal_to_all_that_ends_a_program_of_the_function_is_no_verdict(
 @pytest.mark.parametrize("idle", [False, True])
 @pytest.mark.all
 def test_a_signal_to_all_that_ends_a_lasting_program_of_the_function_is_no_verdict(idle: bool) -> None:
-    with contextlib.closing(RewardProcesses(bad_rewards.Helped(), Judging(), "helped")) as judge:
+    with contextlib.closing(RewardProcesses(bad_rewards.Helped(), RewardSettings(), "helped")) as judge:
         judge.warm_up()
         if idle:
             assert verdicts(judge, "") == [Verdict(1.0, None)]
@@ -438,7 +438,7 @@ def test_a_signal_to_all_that_ends_a_lasting_program_of_the_function_is_no_verdi
 
 
 def test_a_signal_to_an_idle_process_without_programs_does_not_end_it() -> None:
-    with contextlib.closing(RewardProcesses(bad_rewards.Warm(), Judging(), "warm")) as judge:
+    with contextlib.closing(RewardProcesses(bad_rewards.Warm(), RewardSettings(), "warm")) as judge:
         verdicts(judge, "a")
         before = judge.pids
         for one in started_by(judge):
@@ -478,7 +478,7 @@ def test_a_large_function_has_the_time_of_the_start(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(reward_processes, "start_child", partial(start_child, message_s=0.01))
     reward = bad_rewards.Warm()
     reward.data = bytes(5_000_000)  # type: ignore[attr-defined]
-    with contextlib.closing(RewardProcesses(reward, Judging(), "large")) as judge:
+    with contextlib.closing(RewardProcesses(reward, RewardSettings(), "large")) as judge:
         assert verdicts(judge, "fine") == [Verdict(1.0, None)]
 
 
@@ -496,7 +496,7 @@ class SignalledOnce(bad_rewards.Warm):
 
 
 def test_a_signal_while_the_function_is_imported_has_it_imported_once_more(tmp_path: Path) -> None:
-    with contextlib.closing(RewardProcesses(SignalledOnce(tmp_path / "mark"), Judging(), "signalled")) as judge:
+    with contextlib.closing(RewardProcesses(SignalledOnce(tmp_path / "mark"), RewardSettings(), "signalled")) as judge:
         assert verdicts(judge, "fine") == [Verdict(1.0, None)]
 
 
@@ -546,7 +546,7 @@ def test_a_function_that_cannot_cross_is_refused() -> None:
         return 1.0
 
     with pytest.raises(ConfigError, match=r"<locals>\.inner, which cannot be sent to the process that judges: .*inner"):
-        RewardProcesses(FunctionReward(inner), Judging(), "here.<locals>.inner")
+        RewardProcesses(FunctionReward(inner), RewardSettings(), "here.<locals>.inner")
 
 
 class Unloadable:
@@ -560,7 +560,7 @@ class Unloadable:
 
 
 def test_a_reward_is_warmed_up_where_it_judges() -> None:
-    judge = RewardProcesses(bad_rewards.Warm(), Judging(), "my.reward")
+    judge = RewardProcesses(bad_rewards.Warm(), RewardSettings(), "my.reward")
     try:
         assert verdicts(judge, "") == [Verdict(1.0, None)]
     finally:
@@ -568,7 +568,7 @@ def test_a_reward_is_warmed_up_where_it_judges() -> None:
 
 
 def test_a_function_that_cannot_be_imported_there_ends_the_run_whatever_the_policy() -> None:
-    judge = RewardProcesses(Unloadable(), Judging("zero"), "my.reward")  # type: ignore[arg-type]
+    judge = RewardProcesses(Unloadable(), RewardSettings("zero"), "my.reward")  # type: ignore[arg-type]
     with pytest.raises(RunError, match=r"my\.reward cannot be loaded in its process: ModuleNotFoundError"):
         verdicts(judge, "fine")
 
@@ -586,7 +586,7 @@ def test_a_function_that_cannot_be_imported_there_ends_the_run_whatever_the_poli
 )
 def test_a_wrong_value_of_a_key_of_ours_is_named(keys: dict[str, object], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        Judging.taken_from({"_target_": "a.b", **keys})
+        RewardSettings.taken_from({"_target_": "a.b", **keys})
 
 
 @pytest.mark.parametrize(
@@ -713,11 +713,11 @@ def test_the_response_of_a_trial_is_never_blank(answer: object) -> None:
 
 
 def test_a_function_that_only_other_machines_can_import_is_left_to_them() -> None:
-    judge = RewardProcesses(Unimportable(), Judging(), "judge")
+    judge = RewardProcesses(Unimportable(), RewardSettings(), "judge")
     assert "no judge here" in str(judge.trial(PROMPT, elsewhere=True))
     with pytest.raises(ConfigError, match="no judge here"):
         judge.trial(PROMPT, elsewhere=False)
 
 
 def test_a_function_whose_import_is_slow_is_not_tried() -> None:
-    assert RewardProcesses(Unimportable(slow=True), Judging(), "judge").trial(PROMPT, elsewhere=False) is None
+    assert RewardProcesses(Unimportable(slow=True), RewardSettings(), "judge").trial(PROMPT, elsewhere=False) is None

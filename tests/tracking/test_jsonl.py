@@ -258,7 +258,7 @@ VALUES = st.one_of(
 @given(lines=st.lists(st.dictionaries(st.sampled_from("abc"), VALUES), max_size=12))
 @example(lines=[{"a": 2**63}, {"a": 1}])
 def test_packed_lines_are_those_that_were_put_in(lines: list[dict[str, Any]]) -> None:
-    packed = json_lines.Packed(lines)
+    packed = json_lines.PackedRecords(lines)
     assert repr(list(packed)) == repr(lines)  # of nan and -0.0 too
     assert [list(map(type, line.values())) for line in packed] == [list(map(type, line.values())) for line in lines]
     assert repr(list(json_lines.column(packed, "a"))) == repr([line.get("a") for line in lines])
@@ -272,7 +272,7 @@ def test_packed_events_are_of_their_classes_and_found_by_them() -> None:
     delta = synthetic.publish(2, changed=0.5, changed_ppm={"0": 7}, of_a_newer_release=[1, 2])
     made = {"publish": [synthetic.publish(1), delta], "load": [synthetic.load(1)], "dance": [{"steps": 3}]}
     events = [synthetic.event(name, time=1.5, **fields) for name, all_ in made.items() for fields in all_]
-    packed = json_lines.Packed(events)
+    packed = json_lines.PackedRecords(events)
     assert list(packed) == events
     for kind in {type(one) for one in events}:
         assert list(packed.of(kind)) == [one for one in events if isinstance(one, kind)]
@@ -290,4 +290,4 @@ def test_packed_lines_take_a_small_part_of_the_memory() -> None:
         del kept
         return size
 
-    assert memory(json_lines.Packed) < memory(list) / 6
+    assert memory(json_lines.PackedRecords) < memory(list) / 6

@@ -11,7 +11,7 @@ import pytest
 
 from tests.samples.helpers import sample
 from trinity_sync import config
-from trinity_sync.actors.rank_client import RankClient, Recomputed
+from trinity_sync.actors.rank_client import LogProbShare, RankClient
 from trinity_sync.errors import ConfigError
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.tracking.events import Event, event_fields, event_name
@@ -29,7 +29,7 @@ class Ranks:
         self._gaps = gaps
         self.asked: list[SampleBatch] = []
 
-    def all(self, ask: Callable[[RankClient], Any], timeout_s: float) -> list[Recomputed | None]:
+    def all(self, ask: Callable[[RankClient], Any], timeout_s: float) -> list[LogProbShare | None]:
         ask(cast(RankClient, self))
         batch = self.asked[-1]
         half = np.arange(len(batch))[: len(batch) // 2]
@@ -39,9 +39,9 @@ class Ranks:
     def recompute(self, batch: Any) -> None:
         self.asked.append(batch)
 
-    def _share(self, batch: SampleBatch, rows: np.ndarray) -> Recomputed:
+    def _share(self, batch: SampleBatch, rows: np.ndarray) -> LogProbShare:
         found = [batch.log_probs_of(row) - self._gaps[str(batch.explorers[row])] for row in rows]
-        return Recomputed(rows, np.concatenate([np.zeros(0, np.float32), *found]))
+        return LogProbShare(rows, np.concatenate([np.zeros(0, np.float32), *found]))
 
 
 @pytest.fixture(autouse=True)
@@ -115,7 +115,7 @@ def test_a_difference_that_is_no_number_refuses_the_run() -> None:
 
 def test_a_sample_that_no_rank_has_computed_refuses_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     ranks = Ranks(a=0.0)
-    monkeypatch.setattr(ranks, "all", lambda ask, timeout_s: [Recomputed(np.array([0]), np.zeros(4, np.float32))])
+    monkeypatch.setattr(ranks, "all", lambda ask, timeout_s: [LogProbShare(np.array([0]), np.zeros(4, np.float32))])
     with pytest.raises(ConfigError, match="differ by nan"):
         Checked(ranks).check(3, batch(a=(2, 2)))
 

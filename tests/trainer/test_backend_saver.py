@@ -21,7 +21,7 @@ from trinity_sync.checkpoint import CheckpointCoordinator
 from trinity_sync.checkpoint.folder.contents import step_dir
 from trinity_sync.errors import RunError
 from trinity_sync.trainer.member import BackendSaver
-from trinity_sync.weights.staging import Copying
+from trinity_sync.weights.staging import TensorCopy
 
 PARTS = ["rank-00000", "rank-00001"]
 
@@ -44,9 +44,9 @@ class PretendBackend:
 
     def begin_save(
         self, folder: Path, meeting: RankMeeting, *, lazily: bool = False, durable: bool = False
-    ) -> tuple[Copying, Callable[[], list[Path]]]:
+    ) -> tuple[TensorCopy, Callable[[], list[Path]]]:
         self._fail("begin")
-        copying = Copying(self._pairs(), [torch.device("cpu")], "the state")
+        copying = TensorCopy(self._pairs(), [torch.device("cpu")], "the state")
         copying.copy(in_background=lazily)
 
         def write() -> list[Path]:
@@ -61,7 +61,7 @@ class PretendBackend:
         self._fail("copy")
         yield torch.ones(3), torch.zeros(3)
 
-    def _write(self, folder: Path, copying: Copying) -> None:
+    def _write(self, folder: Path, copying: TensorCopy) -> None:
         copying.wait_whole(LIMIT)
         self._fail("write")
         folder.mkdir(parents=True, exist_ok=True)

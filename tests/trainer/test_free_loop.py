@@ -13,10 +13,10 @@ import pytest
 from tests.samples.helpers import sample
 from tests.trainer.ranks import Asked
 from trinity_sync.actors.rank_client import RankClient
-from trinity_sync.actors.synchronizer_client import Sealed, SynchronizerClient
+from trinity_sync.actors.synchronizer_client import SealedVersion, SynchronizerClient
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.versions import Version
-from trinity_sync.samples.advantages import Drawn
+from trinity_sync.samples.advantages import DrawnGroups
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.record import Sample
 from trinity_sync.tracking.events import Event, event_name, event_step
@@ -51,7 +51,7 @@ class World:
         self.dies_in: int | None = None
         self.losses: dict[int, float | None] = {}
         self.skipped: dict[int, int] = {}
-        self.drawn_all: Drawn | None = None
+        self.drawn_all: DrawnGroups | None = None
         self.unjudged: dict[int, str] = {}
         self.given_up: str | None = None
         self.refused: str | None = None
@@ -86,19 +86,19 @@ class World:
     def do_begin_if_free(self, version: Version, parts: list[str]) -> int | None:
         return None if version.step in self.slots_taken else 0
 
-    def do_wait_sealed(self, version: Version, limit: float) -> Sealed:
+    def do_wait_sealed(self, version: Version, limit: float) -> SealedVersion:
         if version.step >= self.stuck:
             assert self.sealing.wait(LIMIT)
         if self.given_up is not None:
             raise RunError(self.given_up)
-        return Sealed(version=version, slot=0, digest=f"d{version.step}", parts={})
+        return SealedVersion(version=version, slot=0, digest=f"d{version.step}", parts={})
 
     def do_failed(self, version: Version, error: str) -> None:
         self.given_up = error
         self.sealing.set()
 
     # the sync mode
-    def publish(self, sealed: Sealed) -> None:
+    def publish(self, sealed: SealedVersion) -> None:
         if sealed.version.step == self.unpublishable:
             raise RunError(f"version {sealed.version} could not be written")
 
@@ -123,7 +123,7 @@ class World:
             [Sample(step=step, prompt=0, sample=0, version=(0, step - 1), reward=1.0, text="", finished=True, **fixed)]
         )
 
-    def drawn(self) -> Drawn | None:
+    def drawn(self) -> DrawnGroups | None:
         return self.drawn_all
 
     def advantages(self, batch: SampleBatch) -> np.ndarray:
@@ -294,7 +294,7 @@ def test_a_batch_that_was_filled_is_an_event_and_rewards_are_those_of_all_that_w
     world = World()
     samples = [sample(prompt=prompt, number=number, reward=0.25) for prompt in (0, 1) for number in (0, 1)]
     samples += [sample(prompt=1, number=2, reward=None, error="it raised")]
-    world.drawn_all = Drawn(SampleBatch.of(samples), groups=2, flat=2, filled=1, surplus=0)
+    world.drawn_all = DrawnGroups(SampleBatch.of(samples), groups=2, flat=2, filled=1, surplus=0)
     world.loop(steps=1).run()
     assert world.times("filled_batch") == world.times("failed_rewards") == [1]
     (line,) = world.lines

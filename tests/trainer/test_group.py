@@ -12,7 +12,7 @@ import pytest
 
 from tests import local_ray
 from tests.trainer.ranks import PretendSpec, PretendWorker
-from trinity_sync.actors.calls import Call, MemberDied
+from trinity_sync.actors.calls import Call, DeathError
 from trinity_sync.actors.rank_client import RankClient
 from trinity_sync.errors import WaitTimeout
 from trinity_sync.trainer.group import TrainerGroup
@@ -75,5 +75,5 @@ def test_the_driver_needs_no_engine() -> None:
 
 def test_a_rank_that_dies_is_named(group: TrainerGroup) -> None:
     os.kill(group.initialise()[1].pid, signal.SIGKILL)
-    with pytest.raises(MemberDied, match=r"^trainer rank 1 died before it could train step 3 \(Worker .+\)$"):
+    with pytest.raises(DeathError, match=r"^trainer rank 1 died before it could train step 3 \(Worker .+\)$"):
         group.all(lambda rank: ask(rank, "add", 1, 2, what="train step 3"), LIMIT)

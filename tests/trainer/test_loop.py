@@ -8,10 +8,10 @@ from unittest.mock import MagicMock
 
 import pytest
 
-from trinity_sync.actors.synchronizer_client import Sealed
+from trinity_sync.actors.synchronizer_client import SealedVersion
 from trinity_sync.protocol.versions import Version
 from trinity_sync.trainer.loop import TrainingLoop
-from trinity_sync.trainer.steps import LoopSettings, Staged
+from trinity_sync.trainer.steps import LoopSettings, StagedVersion
 
 
 class Ran:
@@ -42,9 +42,9 @@ class Ran:
         loop = TrainingLoop(self.steps, data=data, mode=self.mode, saves=self.saves, validator=self.validator)
         assert loop.run()
 
-    def _stage(self, version: Version) -> Staged:
+    def _stage(self, version: Version) -> StagedVersion:
         self.staged.append(version.step)
-        return Staged(Sealed(version=version, slot=0, digest=f"d{version.step}", parts={}), 0.0, 0.0, 0.0)
+        return StagedVersion(SealedVersion(version=version, slot=0, digest=f"d{version.step}", parts={}), 0.0, 0.0, 0.0)
 
     @property
     def saved(self) -> list[tuple[int, str, dict[str, float]]]:

@@ -10,12 +10,12 @@ import pytest
 
 from tests.samples.helpers import sample
 from trinity_sync.actors.explorer_client import LoadReport
-from trinity_sync.actors.synchronizer_client import Sealed
+from trinity_sync.actors.synchronizer_client import SealedVersion
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.sync.base import Published
 from trinity_sync.tracking.events import Event, event_fields
-from trinity_sync.trainer.steps import Staged, Steps, record_load
+from trinity_sync.trainer.steps import StagedVersion, Steps, record_load
 
 
 class Log:
@@ -29,8 +29,8 @@ class Log:
 def recorded(report: Published | None) -> list[Any]:
     log = Log()
     steps: Any = SimpleNamespace(log=log, settings=SimpleNamespace(mode="memory", base=None))
-    sealed = Sealed(version=Version(0, 1), slot=0, digest="d", parts={})
-    Steps.record_publish(steps, Staged(sealed, 0.0, 0.0, 0.0), report)
+    sealed = SealedVersion(version=Version(0, 1), slot=0, digest="d", parts={})
+    Steps.record_publish(steps, StagedVersion(sealed, 0.0, 0.0, 0.0), report)
     return log.lines
 
 

@@ -26,7 +26,7 @@ from trinity_sync.checkpoint.folder import catalog
 from trinity_sync.checkpoint.folder.contents import read_manifest, read_tracker
 from trinity_sync.checkpoint.monitor import MonitorConfig
 from trinity_sync.errors import RunError, WaitTimeout
-from trinity_sync.host.threads import Yielding, in_background
+from trinity_sync.host.threads import BackgroundWork, in_background
 from trinity_sync.protocol.parts import FULL, STATE_DICT
 from trinity_sync.protocol.versions import Version
 from trinity_sync.tracking.events import Event, event_fields, event_name
@@ -405,7 +405,7 @@ def test_at_the_end_saves_are_hurried_before_they_are_waited_for(
 ) -> None:
     run.group.may_write.clear()
     run.saves.begin(step, "d4", {})
-    monkeypatch.setattr(Yielding, "hurry", lambda _: run.group.may_write.set())
+    monkeypatch.setattr(BackgroundWork, "hurry", lambda _: run.group.may_write.set())
     if end == "finish":
         run.saves.finish()
     else:

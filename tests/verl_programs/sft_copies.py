@@ -20,10 +20,10 @@ _COPIES = 0
 
 def slow() -> None:
     from trinity_sync.integrations.verl.engine_registry import SavesThroughUs
-    from trinity_sync.weights.staging import Copying
+    from trinity_sync.weights.staging import TensorCopy
 
     asked, stepped = threading.Event(), threading.Event()
-    real_step, real_copy = SavesThroughUs.optimizer_step, Copying._copy
+    real_step, real_copy = SavesThroughUs.optimizer_step, TensorCopy._copy
 
     def step(self: SavesThroughUs) -> Any:
         if _COPIES:
@@ -33,34 +33,34 @@ def slow() -> None:
             stepped.set()
         return found
 
-    def copy(self: Copying) -> None:
+    def copy(self: TensorCopy) -> None:
         if _first():
             assert asked.wait(60.0), "the trainer does not go on beside the copy"
             stepped.wait(1.0)
         real_copy(self)
 
     SavesThroughUs.optimizer_step = step  # type: ignore[method-assign]
-    Copying._copy = copy  # type: ignore[method-assign]
+    TensorCopy._copy = copy  # type: ignore[method-assign]
 
 
 def fails() -> None:
-    from trinity_sync.weights.staging import Copying
+    from trinity_sync.weights.staging import TensorCopy
 
-    real = Copying._copy_one
+    real = TensorCopy._copy_one
 
-    def copy_one(self: Copying, source: Any, target: Any) -> None:
+    def copy_one(self: TensorCopy, source: Any, target: Any) -> None:
         if _COPIES == 2 and os.environ["RANK"] == "1":
             raise RuntimeError("planted: no copy")
         real(self, source, target)
 
-    real_copy = Copying._copy
+    real_copy = TensorCopy._copy
 
-    def copy(self: Copying) -> None:
+    def copy(self: TensorCopy) -> None:
         _first()
         real_copy(self)
 
-    Copying._copy_one = copy_one  # type: ignore[method-assign]
-    Copying._copy = copy  # type: ignore[method-assign]
+    TensorCopy._copy_one = copy_one  # type: ignore[method-assign]
+    TensorCopy._copy = copy  # type: ignore[method-assign]
 
 
 def _first() -> bool:

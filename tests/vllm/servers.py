@@ -14,7 +14,7 @@ from pathlib import Path
 import httpx
 import psutil
 
-from trinity_sync.integrations.vllm.server import Server
+from trinity_sync.integrations.vllm.server import ServerClient
 
 UP_S = 240.0
 PLUG_IN = ("--weight-transfer-config", '{"backend":"trinity"}')
@@ -59,7 +59,7 @@ class RealServer:
                 [*command, *self._arguments], env=environment, stdout=log, stderr=log, start_new_session=True
             )
         if wait:
-            Server(self.url, UP_S).wait_up(UP_S)
+            ServerClient(self.url, UP_S).wait_up(UP_S)
 
     def post(self, path: str, body: dict[str, object] | None = None, **params: str) -> None:
         httpx.post(self.url + path, json=body, params=params, timeout=60, trust_env=False).raise_for_status()

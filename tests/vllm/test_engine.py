@@ -27,7 +27,7 @@ from tests.sync.helpers import LIMIT, PretendTrainer, node_id, remote_agent  # n
 from tests.vllm.helpers import PROMPTS, TASK, Weights, log_probs_of_transformers
 from tests.weights.helpers import reference_digest
 from trinity_sync.actors.agent_client import AgentClient
-from trinity_sync.actors.explorer_client import EngineDied
+from trinity_sync.actors.explorer_client import EngineDeathError
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.explorer.vllm import VLLMEngine
 from trinity_sync.host.interrupts import ENDING
@@ -730,5 +730,5 @@ def test_a_worker_that_is_killed_takes_the_explorer_with_it(
     loader.load(None)
     [pid] = engine.workers
     os.kill(pid, signal.SIGKILL)
-    with pytest.raises(EngineDied, match=rf"worker 0 of vLLM of explorer-0 \(pid {pid}\) has died"):
+    with pytest.raises(EngineDeathError, match=rf"worker 0 of vLLM of explorer-0 \(pid {pid}\) has died"):
         loader.load(None)

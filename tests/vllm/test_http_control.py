@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 
-from trinity_sync.actors.explorer_client import EngineDied
+from trinity_sync.actors.explorer_client import EngineDeathError
 from trinity_sync.errors import ConfigError, RunError, WaitLimit, WaitTimeout
 from trinity_sync.integrations.vllm import server as server_module
-from trinity_sync.integrations.vllm.server import HttpControl, Server, lock_server
+from trinity_sync.integrations.vllm.server import HttpControl, ServerClient, lock_server
 
 NBYTES = 1_000_000
 CHANGES_WEIGHTS = ("/start_weight_update", "/update_weights", "/collective_rpc")
@@ -117,7 +117,7 @@ def test_weights_of_somebody_else_that_come_between_get_no_label_of_ours(
     server = LateServer()
     control = HttpControl(server)  # type: ignore[arg-type]
     server.on[path] = server.taken_over
-    with pytest.raises(EngineDied, match=r"says that it holds 0\.7-of-somebody"):
+    with pytest.raises(EngineDeathError, match=r"says that it holds 0\.7-of-somebody"):
         give(control, "0.1")
     assert server.held == "0.7-of-somebody"
 
@@ -158,7 +158,7 @@ def test_an_own_name_whose_answer_came_too_late_is_nobody_elses() -> None:
     control.finish_update("0.3")
     control.check()
     server.held = "0.3-of-somebody"
-    with pytest.raises(EngineDied, match=r"says that it holds 0\.3-of-somebody, but it was given 0\.3-"):
+    with pytest.raises(EngineDeathError, match=r"says that it holds 0\.3-of-somebody, but it was given 0\.3-"):
         control.check()
 
 
@@ -194,7 +194,7 @@ def test_a_server_that_closes_idle_connections_is_not_taken_for_dead(monkeypatch
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), ClosingHandler) as made:
         threading.Thread(target=made.serve_forever, daemon=True).start()
         try:
-            assert Server(f"http://127.0.0.1:{made.server_port}", 20.0).post("/work", "work") == {}
+            assert ServerClient(f"http://127.0.0.1:{made.server_port}", 20.0).post("/work", "work") == {}
         finally:
             made.shutdown()
 
@@ -212,7 +212,7 @@ def test_a_server_may_take_as_long_as_its_bytes_at_the_slowest_rate() -> None:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), ClosingHandler) as made:
         threading.Thread(target=made.serve_forever, daemon=True).start()
         try:
-            server = Server(f"http://127.0.0.1:{made.server_port}", WaitLimit(0.1, 1.0))
+            server = ServerClient(f"http://127.0.0.1:{made.server_port}", WaitLimit(0.1, 1.0))
             assert server.post("/work", "work", nbytes=NBYTES) == {}  # 8 s
         finally:
             made.shutdown()
@@ -223,5 +223,5 @@ def test_a_server_that_has_ended_is_reported_with_the_systems_reason(host: str) 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with pytest.raises(EngineDied, match=rf"{host}:{port} disconnected \(.*refused.*\) before it could work"):
-        Server(f"http://{host}:{port}", 20.0).post("/work", "work")
+    with pytest.raises(EngineDeathError, match=rf"{host}:{port} disconnected \(.*refused.*\) before it could work"):
+        ServerClient(f"http://{host}:{port}", 20.0).post("/work", "work")

@@ -16,7 +16,7 @@ import pytest
 
 from trinity_sync.actors import local
 from trinity_sync.actors.client import RemoteMethod
-from trinity_sync.actors.explorer_client import EngineDied
+from trinity_sync.actors.explorer_client import EngineDeathError
 from trinity_sync.actors.local import ANSWER
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.host.channel import Connection, ForeignPeerError, open_connection, pack
@@ -100,7 +100,7 @@ def test_a_worker_that_dies_is_told_at_once_though_another_one_is_busy(link: Wor
     link.wait(LIMIT)
     threading.Timer(0.2, dying.close).start()
     began = time.monotonic()
-    with pytest.raises(EngineDied, match=r"worker 1 of vLLM of explorer-0 \(pid 4711\) has died"):
+    with pytest.raises(EngineDeathError, match=r"worker 1 of vLLM of explorer-0 \(pid 4711\) has died"):
         link.ask(method("work"), LIMIT)
     assert time.monotonic() - began < LIMIT / 2
     release.set()
@@ -114,7 +114,7 @@ def test_a_worker_whose_thread_fails_at_its_start_is_dead_at_once(link: WorkerLi
     worker(link, 0, work=len)
     serve(link.address, 1, SimpleNamespace(work=len), fail, lambda: None)
     link.wait(LIMIT / 4)
-    with pytest.raises(EngineDied, match="worker 1 of vLLM of explorer-0"):
+    with pytest.raises(EngineDeathError, match="worker 1 of vLLM of explorer-0"):
         link.ask(method("work"), LIMIT, b"")
 
 

@@ -16,7 +16,7 @@ from tests.weights.helpers import CutVersion, cut, reference_digest
 from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import PartInfo
 from trinity_sync.protocol.versions import Lease, Version
-from trinity_sync.sync.arrivals import Arrival, Mapped, Share, share_of
+from trinity_sync.sync.arrivals import Arrival, MappedArrivals, Share, share_of
 from trinity_sync.sync.base import LayoutCache, MappedPart
 from trinity_sync.sync.memory import SlotMaps
 from trinity_sync.weights.apply import ChecksumError
@@ -71,9 +71,9 @@ def room(tmp_path: Path) -> Room:
     return make
 
 
-def worker(maps: Segments | SlotMaps, verify: str = "full", rank: int = 0, workers: int = 1) -> Mapped:
+def worker(maps: Segments | SlotMaps, verify: str = "full", rank: int = 0, workers: int = 1) -> MappedArrivals:
     shapes = {name: (from_torch(tensor.dtype), tuple(tensor.shape)) for name, tensor in TENSORS.items()}
-    return Mapped(shapes, LayoutCache({}, 1.0), maps, verify, Share(rank, workers))
+    return MappedArrivals(shapes, LayoutCache({}, 1.0), maps, verify, Share(rank, workers))
 
 
 def cut_at_random(bucket_bytes: int = 256) -> CutVersion:
@@ -122,7 +122,7 @@ def test_workers_have_about_as_much_to_look_at() -> None:
     assert max(loads) < 1.02 * min(loads)
 
 
-def damage_found_by(one: Mapped, arrival: Arrival) -> str | None:
+def damage_found_by(one: MappedArrivals, arrival: Arrival) -> str | None:
     try:
         one.take(arrival)
     except ChecksumError as error:
@@ -183,7 +183,7 @@ def test_of_a_tensor_that_lies_whole_in_a_slot_a_worker_touches_its_own_slice_on
             part=layout.part, node="here", path=str(path), nbytes=layout.nbytes, layout=layout.digest, buckets=None
         )
         arena._maps.pop((0, layout.part)).close()  # the owner's own mapping, all of whose pages are in place
-        one = Mapped({"matrix": ("BF16", shape)}, layouts, SlotMaps(layouts), "off", Share(1, 2))
+        one = MappedArrivals({"matrix": ("BF16", shape)}, layouts, SlotMaps(layouts), "off", Share(1, 2))
         one.take(Arrival(lease_of([info]), None, ()))
         assert resident(path) == 0
         [(_, matrix)] = one.tensors("3")

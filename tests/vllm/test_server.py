@@ -23,11 +23,11 @@ from tests.vllm.helpers import PROMPTS, TASK, Weights, log_probs_of_transformers
 from tests.vllm.servers import PLUG_IN, RealServer, serving
 from tests.weights.helpers import reference_digest
 from trinity_sync.actors.agent_client import AgentClient
-from trinity_sync.actors.explorer_client import EngineDied
+from trinity_sync.actors.explorer_client import EngineDeathError
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.explorer.vllm_server import VLLMServerEngine
 from trinity_sync.host.locks import own_name
-from trinity_sync.integrations.vllm.server import HttpControl, Server
+from trinity_sync.integrations.vllm.server import HttpControl, ServerClient
 from trinity_sync.models.architecture import make_model
 from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.samples.batch import SampleBatch
@@ -151,9 +151,9 @@ def test_a_server_that_somebody_else_gave_weights_is_never_sampled_from(
     loader.load(None)
     HttpControl(engine._server).reload(models[1], str(loader.held))
     theirs = server.get("/weight_info")["weight_version"]
-    with pytest.raises(EngineDied, match=f"{server.url} says that it holds {theirs}, but it was given"):
+    with pytest.raises(EngineDeathError, match=f"{server.url} says that it holds {theirs}, but it was given"):
         generated(engine)
-    with pytest.raises(EngineDied, match="another program has sent it weights"):
+    with pytest.raises(EngineDeathError, match="another program has sent it weights"):
         loader.load(None)
     assert server.get("/weight_info")["weight_version"] == theirs
     engine.close()
@@ -182,7 +182,7 @@ def test_weights_that_come_while_samples_are_made_are_noticed(
         return made
 
     monkeypatch.setattr(engine._server, "post_each", then_another)
-    with pytest.raises(EngineDied, match="says that it holds theirs"):
+    with pytest.raises(EngineDeathError, match="says that it holds theirs"):
         generated(engine)
     engine.close()
 
@@ -298,13 +298,13 @@ def test_what_a_server_has_to_be_is_said(
         f"{at} tells raw_logprobs; with explorer.temperature=0.7 start it with --logprobs-mode processed_logprobs"
     )
     assert refused(prompt_length=123).startswith(f"{at} has room for 128 tokens")
-    facts = Server.facts
+    facts = ServerClient.facts
     for changes, why in (
         ({"quantization": "fp8"}, "holds its weights in fp8; start it without --quantization"),
         ({"backend": None, "load_format": "dummy"}, "was started with --load-format dummy, so it cannot reload"),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(Server, "facts", lambda of, changes=changes: facts(of)._replace(**changes))
+            patch.setattr(ServerClient, "facts", lambda of, changes=changes: facts(of)._replace(**changes))
             assert refused().startswith(f"{at} {why}")
     other = make_model(ARCHITECTURE | {"vocab_size": 40, "num_hidden_layers": 1}, 0, tmp_path / "other")
     told = refused(other)
@@ -376,14 +376,16 @@ def test_a_server_that_was_started_again_is_noticed(
         trainer.publish(weights[0])
         loader.load(None)
         server.kill()
-        with pytest.raises(EngineDied, match=rf"{server.url} disconnected \(.*refused.*\)"):
+        with pytest.raises(EngineDeathError, match=rf"{server.url} disconnected \(.*refused.*\)"):
             generated(engine)
         server.start(wait=False)
         engine._lock.close()  # as the end of its process does; an explorer that lost its engine ends
         again = engine_of(server, models[0], start_timeout_s=240.0)
-        with pytest.raises(EngineDied, match=r"says that it holds default, but it was given .*: it was restarted"):
+        with pytest.raises(
+            EngineDeathError, match=r"says that it holds default, but it was given .*: it was restarted"
+        ):
             generated(engine)
-        with pytest.raises(EngineDied):
+        with pytest.raises(EngineDeathError):
             loader.load(None)
         loader_of(again, trainer, way).load(None)
         assert_made_by(models[0], generated(again))
@@ -410,6 +412,6 @@ def test_an_engine_core_that_dies_while_it_is_asked_is_told_as_a_death(
         os.kill(core.pid, signal.SIGSTOP)  # what is asked of it is under way until it is killed
         killer = threading.Timer(2.0, core.kill)
         killer.start()
-        with pytest.raises(EngineDied, match=server.url):
+        with pytest.raises(EngineDeathError, match=server.url):
             generated(engine)
         killer.join()

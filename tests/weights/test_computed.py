@@ -7,7 +7,7 @@ import torch
 
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.shards import whole
-from trinity_sync.weights.staging import Computed, StageError, stage
+from trinity_sync.weights.staging import ComputedTensor, StageError, stage
 
 
 class Sum:
@@ -16,8 +16,8 @@ class Sum:
     def __init__(self) -> None:
         self.times = 0
 
-    def source(self, elements: int = 4) -> Computed:
-        return Computed(torch.float32, torch.device("cpu"), elements, self._compute)
+    def source(self, elements: int = 4) -> ComputedTensor:
+        return ComputedTensor(torch.float32, torch.device("cpu"), elements, self._compute)
 
     def _compute(self) -> torch.Tensor:
         self.times += 1

@@ -13,7 +13,7 @@ import torch
 
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.weights import staging as module
-from trinity_sync.weights.staging import Copying, HostMemory
+from trinity_sync.weights.staging import HostMemory, TensorCopy
 
 CPU = [torch.device("cpu")]
 
@@ -28,7 +28,7 @@ def test_the_sources_may_change_once_they_are_copied(monkeypatch: pytest.MonkeyP
         reached.wait(60)
         yield source, target
 
-    copying = Copying(pairs(), CPU, "a state")
+    copying = TensorCopy(pairs(), CPU, "a state")
     copying.copy(in_background=True)
     with pytest.raises(WaitTimeout, match=r"the snapshot .*copy a state"):
         copying.wait_until_copied(0.01)
@@ -41,7 +41,7 @@ def test_the_sources_may_change_once_they_are_copied(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("in_background", [False, True])
 def test_a_copy_that_fails_lets_training_go_on_and_fails_the_save(in_background: bool) -> None:
-    copying = Copying([(torch.ones(3), torch.ones(4))], CPU, "a state")
+    copying = TensorCopy([(torch.ones(3), torch.ones(4))], CPU, "a state")
     copying.copy(in_background=in_background)
     copying.wait_until_copied(60)
     with pytest.raises(RunError, match="a state could not be copied"):
@@ -54,7 +54,7 @@ def test_a_copy_whose_thread_cannot_start_lets_training_go_on_and_fails_the_save
     def cannot(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
-    copying = Copying([(torch.ones(3), torch.ones(3))], CPU, "a state")
+    copying = TensorCopy([(torch.ones(3), torch.ones(3))], CPU, "a state")
     with monkeypatch.context() as full:
         full.setattr(threading.Thread, "start", cannot)
         copying.copy(in_background=True)
@@ -69,7 +69,7 @@ def test_a_source_that_nobody_else_keeps_is_there_until_its_stream_has_read_it()
     kept = [weakref.ref(source) for source in sources]
     alive: list[bool] = []
     stream = SimpleNamespace(synchronize=lambda: alive.extend(one() is not None for one in kept))
-    copying = Copying(zip(sources, [torch.empty(3), torch.empty(3)], strict=True), CPU, "a state")
+    copying = TensorCopy(zip(sources, [torch.empty(3), torch.empty(3)], strict=True), CPU, "a state")
     copying._streams = {torch.device("cuda"): stream}  # type: ignore[dict-item]
     del sources
     copying.copy(in_background=False)
@@ -86,7 +86,7 @@ def test_places_have_storages_of_their_own_and_are_the_same_at_the_next_save() -
         torch.tensor(7),
     ]
     first = memory.places(tensors)
-    copying = Copying(zip(tensors, first, strict=True), CPU, "a state")
+    copying = TensorCopy(zip(tensors, first, strict=True), CPU, "a state")
     copying.copy(in_background=False)
     copying.wait_whole(60)
     assert all(torch.equal(place, tensor) for place, tensor in zip(first, tensors, strict=True))

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trinity_sync.weights.saved_views import Saved, by_held, cut, is_rectangular, row_major
+from trinity_sync.weights.saved_views import SavedTensor, by_held, cut, is_rectangular, row_major
 from trinity_sync.weights.shards import check_complete
 
 
@@ -41,7 +41,7 @@ def views(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor]:
 @settings(max_examples=150, deadline=None)
 def test_the_ranks_parts_are_the_saved_tensor(pair: tuple[torch.Tensor, torch.Tensor], data: st.DataObject) -> None:
     held, view = pair
-    saved = Saved("F32", tuple(view.shape), "held", view.stride(), int(view.storage_offset()))
+    saved = SavedTensor("F32", tuple(view.shape), "held", view.stride(), int(view.storage_offset()))
     assert is_rectangular(saved)
     ends = sorted(data.draw(st.lists(st.integers(0, held.numel()), max_size=4)))
     found = torch.full((prod(view.shape),), -1.0)
@@ -65,7 +65,7 @@ def test_the_ranks_parts_are_the_saved_tensor(pair: tuple[torch.Tensor, torch.Te
 
 def test_what_is_contiguous_is_read_and_written_in_place() -> None:
     local = torch.zeros(20)
-    part = cut("up", Saved("F32", (3, 4), "gate_up", row_major((3, 4)), 12), 8, 28)
+    part = cut("up", SavedTensor("F32", (3, 4), "gate_up", row_major((3, 4)), 12), 8, 28)
     assert part is not None
     assert part.is_view
     part.of(local).fill_(1)
@@ -73,7 +73,7 @@ def test_what_is_contiguous_is_read_and_written_in_place() -> None:
 
 
 def test_a_transposed_tensor_of_whole_rows_is_read_in_place() -> None:
-    part = cut("weight", Saved("F32", (6, 4), "held", (1, 6)), 6, 18)
+    part = cut("weight", SavedTensor("F32", (6, 4), "held", (1, 6)), 6, 18)
     assert part is not None
     assert part.is_view
     assert [rect[1:] for rect in part.shard.rects] == [(0, 1, 6, 2)]
@@ -81,20 +81,20 @@ def test_a_transposed_tensor_of_whole_rows_is_read_in_place() -> None:
 
 def test_a_sliding_window_is_not_rectangles() -> None:
     windows = torch.zeros(6).unfold(0, 3, 1)
-    assert not is_rectangular(Saved("F32", tuple(windows.shape), "held", windows.stride()))
+    assert not is_rectangular(SavedTensor("F32", tuple(windows.shape), "held", windows.stride()))
 
 
 @pytest.mark.parametrize(("start", "stop"), [(0, 12), (24, 48), (12, 12)])
 def test_a_range_beside_the_view_holds_nothing_of_it(start: int, stop: int) -> None:
-    assert cut("up", Saved("F32", (3, 4), "gate_up", row_major((3, 4)), 12), start, stop) is None
-    assert cut("up", Saved("F32", (4, 3), "gate_up", (1, 4), 12), start, stop) is None
+    assert cut("up", SavedTensor("F32", (3, 4), "gate_up", row_major((3, 4)), 12), start, stop) is None
+    assert cut("up", SavedTensor("F32", (4, 3), "gate_up", (1, 4), 12), start, stop) is None
 
 
 def test_the_tensors_of_a_held_one_come_in_the_order_of_memory() -> None:
     saved = {
-        "b.up": Saved.as_held("F32", (2,), "x")._replace(offset=2),
-        "a.gate": Saved.as_held("F32", (2,), "x")._replace(offset=4),
-        "made": Saved("F32", (2,), None),
-        "b.gate": Saved.as_held("F32", (2,), "x"),
+        "b.up": SavedTensor.as_held("F32", (2,), "x")._replace(offset=2),
+        "a.gate": SavedTensor.as_held("F32", (2,), "x")._replace(offset=4),
+        "made": SavedTensor("F32", (2,), None),
+        "b.gate": SavedTensor.as_held("F32", (2,), "x"),
     }
     assert by_held(saved) == {"x": ["b.gate", "b.up", "a.gate"]}

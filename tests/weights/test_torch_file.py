@@ -20,7 +20,7 @@ from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.weights import snapshot as snapshot_module
 from trinity_sync.weights.shard_file import ImageError, write_image
 from trinity_sync.weights.snapshot import Snapshot, StatePlan, plan, storages, write_skeleton
-from trinity_sync.weights.staging import Copying
+from trinity_sync.weights.staging import TensorCopy
 
 LIMIT = 30.0
 DTYPES = [torch.float32, torch.bfloat16, torch.float64, torch.int64, torch.uint8, torch.bool]
@@ -153,7 +153,7 @@ def storages_as_tensor(path: Path) -> torch.Tensor:
 
 
 def test_a_copy_that_does_not_end_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Copying, "_copy", lambda self: None)
+    monkeypatch.setattr(TensorCopy, "_copy", lambda self: None)
     snapshot = copied(plan({"x": torch.ones(3)}), bytearray(64))
     with pytest.raises(WaitTimeout, match="the state of step 7"):
         snapshot.wait_until_copied(0.01)
@@ -163,7 +163,7 @@ def test_a_copy_that_fails_writes_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     def broken(*_: Any) -> None:
         raise RuntimeError("device lost")
 
-    monkeypatch.setattr(Copying, "_copy_one", broken)
+    monkeypatch.setattr(TensorCopy, "_copy_one", broken)
     snapshot = copied(plan({"x": torch.ones(3)}), bytearray(64))
     snapshot.wait_until_copied(LIMIT)
     with pytest.raises(RunError, match="the state of step 7 could not be copied: device lost"):
@@ -197,13 +197,13 @@ def test_what_is_written_is_let_go_and_its_image_stays_good(tmp_path: Path, in_b
 
 
 def test_what_is_let_go_while_it_is_copied_is_copied(monkeypatch: pytest.MonkeyPatch) -> None:
-    go_on, copy_one = threading.Event(), Copying._copy_one
+    go_on, copy_one = threading.Event(), TensorCopy._copy_one
 
-    def held(self: Copying, source: torch.Tensor, target: torch.Tensor) -> None:
+    def held(self: TensorCopy, source: torch.Tensor, target: torch.Tensor) -> None:
         assert go_on.wait(LIMIT)
         copy_one(self, source, target)
 
-    monkeypatch.setattr(Copying, "_copy_one", held)
+    monkeypatch.setattr(TensorCopy, "_copy_one", held)
     segment = bytearray(128)
     snapshot = copied(plan({"x": [torch.ones(16, dtype=torch.uint8), torch.ones(16, dtype=torch.uint8)]}), segment)
     snapshot.let_go("x")

@@ -31,8 +31,8 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from trinity_sync.actors.pending import ANSWER_S, CallTransport, MemberDied, Pending, Unanswered, ended
-from trinity_sync.errors import ProcessLost, RunError, TrinityError, WaitTimeout
+from trinity_sync.actors.pending import ANSWER_S, CallTransport, DeathError, NoAnswerError, PendingCall, ended
+from trinity_sync.errors import ProcessLoss, RunError, TrinityError, WaitTimeout
 from trinity_sync.host.hardware import look_there
 from trinity_sync.host.interrupts import REST_S, leave_to_driver, left
 from trinity_sync.host.origin import error_text
@@ -40,7 +40,7 @@ from trinity_sync.host.process import DRIVER, end_with_driver
 from trinity_sync.host.threads import in_background
 from trinity_sync.protocol.rounds import RoundMember
 
-__all__ = ["ANSWER_S", "Call", "MemberDied", "RayTransport", "ended", "results", "this_process"]
+__all__ = ["ANSWER_S", "Call", "DeathError", "RayTransport", "ended", "results", "this_process"]
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -48,13 +48,13 @@ T_co = TypeVar("T_co", covariant=True)
 
 @contextmanager
 def connected() -> Iterator[None]:
-    """Within the block, raise ProcessLost where Ray's raylet on this node is gone: Ray's library says OSError."""
+    """Within the block, raise ProcessLoss where Ray's raylet on this node is gone: Ray's library says OSError."""
     try:
         yield
     except OSError as error:
         if not _of_raylet(error):
             raise
-        raise ProcessLost(f"pid {os.getpid()} does not reach Ray's raylet on its node any more: {error}") from error
+        raise ProcessLoss(f"pid {os.getpid()} does not reach Ray's raylet on its node any more: {error}") from error
 
 
 def _of_raylet(error: Exception) -> bool:
@@ -63,7 +63,7 @@ def _of_raylet(error: Exception) -> bool:
 
 
 def put(value: T) -> ObjectRef[T]:
-    """As Ray's `put`. Raises ProcessLost as `connected`; but Ray may end this process where its raylet has died."""
+    """As Ray's `put`. Raises ProcessLoss as `connected`; but Ray may end this process where its raylet has died."""
     with connected():
         return ray.put(value)
 
@@ -81,8 +81,8 @@ def _life(pid: int, worker: str) -> str:
     return RoundMember.new(str(pid)).life
 
 
-class Call(Pending[T_co]):
-    """A call to one of Ray's actors; see `Pending`.
+class Call(PendingCall[T_co]):
+    """A call to one of Ray's actors; see `PendingCall`.
 
     Args:
         reference: Ray's reference to the answer.
@@ -165,7 +165,7 @@ def results(
             cannot block the end of the run.
 
     Raises:
-        MemberDied: a member's process ended.
+        DeathError: a member's process ended.
     """
     timeout_s = left(timeout_s, REST_S)
     by_reference = {call.reference: call for call in calls}
@@ -230,7 +230,7 @@ def _broken_off(calls: Collection[Call[T]], error: RayError, what: str | None = 
 
 
 def _kind(error: BaseException) -> type[RunError]:
-    return ProcessLost if isinstance(error, LOSSES) else RunError
+    return ProcessLoss if isinstance(error, LOSSES) else RunError
 
 
 _GRACE_S = 3.0
@@ -248,7 +248,7 @@ def _cause(call: Call[T], error: Exception, pending: list[Call[T]], what: str | 
                 ended = [other for other in pending if other.reference in done]
                 pending = [other for other in pending if other.reference not in done]
                 found = _failure(ended[0]) if ended else None
-            except (RayError, OSError, ProcessLost):  # the raylet is lost, and the first error is still the cause
+            except (RayError, OSError, ProcessLoss):  # the raylet is lost, and the first error is still the cause
                 break
             if found is not None and (isinstance(found[1], DEATHS) or _expected(found[1])):
                 call, error = found
@@ -258,7 +258,7 @@ def _cause(call: Call[T], error: Exception, pending: list[Call[T]], what: str | 
         # Ray gives the constructor's error as text, whose last line is the exception
         return RunError(f"{call.who} could not start: {str(error).strip().splitlines()[-1]}")
     if isinstance(error, DEATHS):
-        died = MemberDied(call.who, what, why_gone(error), isinstance(error, OutOfMemoryError))
+        died = DeathError(call.who, what, why_gone(error), isinstance(error, OutOfMemoryError))
         died.__cause__ = error
         return died
     expected = _expected(error)
@@ -268,7 +268,7 @@ def _cause(call: Call[T], error: Exception, pending: list[Call[T]], what: str | 
     # a member without an answer may be the cause: its peers report a timeout
     note = f" (no answer from {_names(pending)})" if pending else ""
     told = f"{call.who} could not {what}: {error_text(cause)}{note}"
-    wrapped = Unanswered(told, seconds) if pending and not isinstance(cause, LOSSES) else _kind(cause)(told)
+    wrapped = NoAnswerError(told, seconds) if pending and not isinstance(cause, LOSSES) else _kind(cause)(told)
     wrapped.__cause__ = error
     return wrapped
 

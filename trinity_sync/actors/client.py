@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import TYPE_CHECKING, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
-from trinity_sync.actors.pending import CallTransport, Pending
+from trinity_sync.actors.pending import CallTransport, PendingCall
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -54,7 +54,7 @@ class RemoteMethod(Generic[P, R]):
     def __get__(self, client: RayClient, owner: type) -> Callable[P, Call[R]]: ...
 
     @overload
-    def __get__(self, client: Client, owner: type) -> Callable[P, Pending[R]]: ...
+    def __get__(self, client: Client, owner: type) -> Callable[P, PendingCall[R]]: ...
 
     def __get__(self, client: Client | None, owner: type) -> object:
         return self if client is None else partial(self, client)
@@ -84,7 +84,7 @@ class Client:
         """Return (node, process): names of the calling process, unique among the actor's callers."""
         return self._transport.caller()
 
-    def _call(self, what: str, method: str, *args: object, **kwargs: object) -> Pending[object]:
+    def _call(self, what: str, method: str, *args: object, **kwargs: object) -> PendingCall[object]:
         return self._transport.call(self.who, what, method, args, kwargs)
 
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, TypedDict
 
 from trinity_sync.actors.client import MethodNames, RayClient, RemoteMethod
 from trinity_sync.actors.rank_client import receivers
-from trinity_sync.errors import ProcessLost, RunError
+from trinity_sync.errors import ProcessLoss, RunError
 from trinity_sync.protocol.versions import Version
 
 if TYPE_CHECKING:
@@ -28,14 +28,14 @@ LOAD_TRIES = 3
 """Failed loads in a row after which the explorer, or the task of the load, is given up."""
 
 
-class LoadFailed(RunError):  # noqa: N818 - it says what happened
+class LoadError(RunError):
     """The explorer could not load the newest version, and holds none until a load succeeds.
 
     Args:
         why: the reason.
         load: the load before its current work, if there was one.
         beside: the loads during that work.
-        lost: the cause is a `ProcessLost`. An error's `__cause__` does not travel between processes.
+        lost: the cause is a `ProcessLoss`. An error's `__cause__` does not travel between processes.
     """
 
     def __init__(self, why: str, load: LoadReport | None = None, beside: Beside = (), lost: bool = False) -> None:
@@ -45,12 +45,12 @@ class LoadFailed(RunError):  # noqa: N818 - it says what happened
     def __str__(self) -> str:
         return str(self.args[0])
 
-    def after(self, load: LoadReport | None, beside: Iterable[tuple[float, LoadReport]]) -> LoadFailed:
+    def after(self, load: LoadReport | None, beside: Iterable[tuple[float, LoadReport]]) -> LoadError:
         """Return the same error with the loads that had succeeded."""
-        return LoadFailed(str(self), load, tuple(beside), self.lost)
+        return LoadError(str(self), load, tuple(beside), self.lost)
 
 
-class EngineDied(ProcessLost):
+class EngineDeathError(ProcessLoss):
     """A process of the explorer's engine has died. The explorer ends too, so that the run replaces it."""
 
 
@@ -72,7 +72,7 @@ class LoadReport:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Generated:
+class Generation:
     """The times of a generation by the caller's clock."""
 
     explorer: str
@@ -83,7 +83,7 @@ class Generated:
 
 
 @dataclass(frozen=True)
-class Produced:
+class Production:
     """Samples of whole groups, and the loads of versions."""
 
     batch: SampleBatch

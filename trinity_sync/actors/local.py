@@ -23,7 +23,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from trinity_sync.actors.pending import CallTransport, Changes, MemberDied, Pending
+from trinity_sync.actors.pending import CallTransport, Changes, DeathError, PendingCall
 from trinity_sync.errors import RunError, TrinityError, WaitTimeout
 from trinity_sync.host.channel import LENGTH, Connection, Listener, length_of, pack
 from trinity_sync.host.origin import error_text, origin
@@ -69,8 +69,8 @@ class Link:
             raise
 
 
-class LocalCall(Pending[T]):
-    """A call over a connection; see `Pending`.
+class LocalCall(PendingCall[T]):
+    """A call over a connection; see `PendingCall`.
 
     Args:
         frame: the message.
@@ -147,7 +147,7 @@ class LocalHandle(CallTransport):
             return call
         with self._lock:
             if self._over is not None:
-                call.future.set_exception(MemberDied(who, what, self._over))
+                call.future.set_exception(DeathError(who, what, self._over))
                 return call
             self._calls[name] = call
             if self._connection is not None:
@@ -236,7 +236,7 @@ class LocalHandle(CallTransport):
         if connection is not None:
             connection.end()
         for call in calls:
-            call.future.set_exception(MemberDied(call.who, call.what, why))
+            call.future.set_exception(DeathError(call.who, call.what, why))
 
 
 # The answering side, on an event loop.
@@ -257,14 +257,14 @@ class _Caller:
 
 
 @dataclass(frozen=True)
-class _Current:
+class _CurrentCall:
     """The call that the current task answers."""
 
     id: str
     caller: _Caller
 
 
-_current: ContextVar[_Current] = ContextVar("current call")
+_current: ContextVar[_CurrentCall] = ContextVar("current call")
 
 
 class LocalHost:
@@ -372,7 +372,7 @@ class LocalServer:
                 if caller not in self._members:
                     self._members.add(caller)
                     self._changes.announce()
-                self._start(_answer(_Current(call, caller), body, method, arguments))
+                self._start(_answer(_CurrentCall(call, caller), body, method, arguments))
         except (EOFError, OSError):  # the caller has ended
             pass
         finally:
@@ -393,7 +393,7 @@ class LocalServer:
         task.add_done_callback(self._tasks.discard)
 
 
-async def _answer(current: _Current, body: object, method: str, arguments: bytes) -> None:
+async def _answer(current: _CurrentCall, body: object, method: str, arguments: bytes) -> None:
     _current.set(current)
     try:
         args, kwargs = pickle.loads(arguments)

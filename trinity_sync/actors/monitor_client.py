@@ -32,7 +32,7 @@ class PrunedStep(TypedDict):
     freed_bytes: int
 
 
-class Committed(TypedDict):
+class CommitReport(TypedDict):
     """A commit. Times count from the first call about the save."""
 
     step: int
@@ -48,7 +48,7 @@ class Committed(TypedDict):
     base: str | None  # digest of an adapter's base; None: the weights are whole
 
 
-def commit_events(commit: Committed, blocked_s: float | None = None, began: float | None = None) -> list[Event]:
+def commit_events(commit: CommitReport, blocked_s: float | None = None, began: float | None = None) -> list[Event]:
     """Return the events of a commit and of the deletions after it. Weights beside the step's folder are not a
     checkpoint of the run, and have no event.
 

@@ -13,17 +13,17 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Generic, Protocol, TypeVar
 
-from trinity_sync.errors import ProcessLost, RunError, WaitTimeout
+from trinity_sync.errors import ProcessLoss, RunError, WaitTimeout
 from trinity_sync.host.logs import log_failure
 
 T_co = TypeVar("T_co", covariant=True)
-P = TypeVar("P", bound="Pending[object]")
+P = TypeVar("P", bound="PendingCall[object]")
 
 ANSWER_S = 5.0
 """Extra time of the caller's wait, seconds: an actor's own timeout error says more, and has to arrive first."""
 
 
-class MemberDied(ProcessLost):
+class DeathError(ProcessLoss):
     """A process died before it answered.
 
     Args:
@@ -42,7 +42,7 @@ class MemberDied(ProcessLost):
         return f"{told} ({self.why})" if self.why else told
 
 
-class Unanswered(RunError):  # noqa: N818 - it says what happened, as WaitTimeout does
+class NoAnswerError(RunError):
     """A member failed with an error of a library, while others have not answered: one of them may hang.
 
     Args:
@@ -58,7 +58,7 @@ class Unanswered(RunError):  # noqa: N818 - it says what happened, as WaitTimeou
         return str(self.args[0])
 
 
-class Pending(ABC, Generic[T_co]):
+class PendingCall(ABC, Generic[T_co]):
     """A call to another process that may not have ended.
 
     Args:
@@ -74,7 +74,7 @@ class Pending(ABC, Generic[T_co]):
         """Wait for the answer.
 
         Raises:
-            MemberDied: the process has ended.
+            DeathError: the process has ended.
         """
 
     @abstractmethod
@@ -101,7 +101,7 @@ class CallTransport(ABC):
     @abstractmethod
     def call(
         self, who: str, what: str, method: str, args: Sequence[object], kwargs: Mapping[str, object]
-    ) -> Pending[object]:
+    ) -> PendingCall[object]:
         """Begin a call of a method; `who` and `what` are the actor and its task in errors."""
 
     @abstractmethod

@@ -23,14 +23,14 @@ else:
     TrinityWorker = MethodNames()
 
 
-class Digested(NamedTuple):
+class WeightsDigest(NamedTuple):
     """Version digest of weights (hex), and the dtypes that it was computed in."""
 
     digest: str
     wire: WireFormat
 
 
-class Untrained(NamedTuple):
+class UntrainedTensors(NamedTuple):
     """Tensors that are not trained."""
 
     folder: str  # absolute
@@ -47,7 +47,7 @@ class LossSum(NamedTuple):
     tokens: int  # their number
 
 
-class Recomputed(NamedTuple):
+class LogProbShare(NamedTuple):
     """The log-probs that training computes for a share of some samples. Ranks that share a model compute the same."""
 
     rows: np.ndarray  # int64, numbers of the samples in their batch; may repeat
@@ -64,10 +64,10 @@ class RankInfo:
     node: str  # Ray's id
     pid: int
     saved: dict[str, tuple[str, tuple[int, ...]]] | None = None  # name -> (dtype, shape) of a version's tensors
-    base: Digested | None = None  # of an adapter, from the model's folder
+    base: WeightsDigest | None = None  # of an adapter, from the model's folder
     adapter: Mapping[str, object] | None = None  # content of adapter_config.json
     reference: str | None = None  # digest of the stored reference weights, hex; None: none, or the adapter's base
-    left_out: Untrained | None = None  # tensors of the model's folder that the engine does not use
+    left_out: UntrainedTensors | None = None  # tensors of the model's folder that the engine does not use
 
 
 class Divergences(NamedTuple):

@@ -35,7 +35,7 @@ class StoredState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sealed:
+class SealedVersion:
     """A version whose bytes are all in the slots, ready to be published."""
 
     version: Version

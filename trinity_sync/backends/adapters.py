@@ -24,9 +24,9 @@ from trinity_sync.errors import ConfigError, RunError, in_one_line
 from trinity_sync.models.adapter_layers import AdapterLayers, adapter_layers
 from trinity_sync.weights import lora
 from trinity_sync.weights.lora import CONFIG_FILE, PREFIX, WEIGHTS_FILE, held_adapter, saved_name, target_text
-from trinity_sync.weights.saved_views import Cut, Saved, by_held, cut, row_major
+from trinity_sync.weights.saved_views import Cut, SavedTensor, by_held, cut, row_major
 from trinity_sync.weights.shards import Shard, listed, matrix_view, shape_text
-from trinity_sync.weights.staging import Computed, Sources
+from trinity_sync.weights.staging import ComputedTensor, Sources
 from trinity_sync.weights.tensors import from_torch
 
 if TYPE_CHECKING:
@@ -36,13 +36,13 @@ if TYPE_CHECKING:
 
 def adapter_by(
     model_config: EngineModel, config: LoraConfig, wire_dtype: str, keep_fp32: Sequence[str] | None = None
-) -> dict[str, Saved]:
+) -> dict[str, SavedTensor]:
     """Return the tensors that peft's `save_pretrained` would write, by name, in wire dtypes.
 
     `keep_fp32`: those that travel in fp32 instead, by name patterns (`found_in`).
     """
     saved = {
-        saved_name(name): Saved.as_held(from_torch(tensor.dtype), tensor.shape, name)
+        saved_name(name): SavedTensor.as_held(from_torch(tensor.dtype), tensor.shape, name)
         for name, tensor in _on_meta(meta_model(model_config), config).items()
     }
     # not strict: an entry may match only tensors of the base
@@ -191,7 +191,7 @@ class HeldSources:
 class SavedParts:
     """The saved tensors of a model, by the model's tensors."""
 
-    def __init__(self, saved: Mapping[str, Saved]) -> None:
+    def __init__(self, saved: Mapping[str, SavedTensor]) -> None:
         self._saved = saved
         self._names = by_held(saved)
 
@@ -211,7 +211,7 @@ class SavedParts:
         found = (cut(name, self._saved[name], start, stop) for name in names)
         return [part for part in found if part is not None]
 
-    def empty(self) -> dict[str, Saved]:
+    def empty(self) -> dict[str, SavedTensor]:
         return {name: saved for name, saved in self._saved.items() if 0 in saved.shape and saved.held is not None}
 
 
@@ -228,9 +228,9 @@ class MergedSources:
     def __init__(
         self,
         base: HeldSources,
-        saved: Mapping[str, Saved],
+        saved: Mapping[str, SavedTensor],
         adapter: HeldSources,
-        adapter_saved: Mapping[str, Saved],
+        adapter_saved: Mapping[str, SavedTensor],
         config: LoraConfig,
         device: Callable[[], torch.device],
     ) -> None:
@@ -254,13 +254,13 @@ class MergedSources:
 
     def now(self) -> Sources:
         """Return the sources by name; sums are computed, with the present adapter, when they are copied. Collective."""
-        factors, sources = self._factors.now(), dict[str, torch.Tensor | Computed](self._base.now())
+        factors, sources = self._factors.now(), dict[str, torch.Tensor | ComputedTensor](self._base.now())
         for name in sources.keys() & self._pairs.keys():
             part = sources[name]
             assert isinstance(part, torch.Tensor), "sources of the base are tensors"
             a, b = (factors[factor].to(part.device) for factor in self._pairs[name])
             compute = partial(self._sum, part, a, b, self._starts[name])
-            sources[name] = Computed(torch.float32, part.device, part.numel(), compute)
+            sources[name] = ComputedTensor(torch.float32, part.device, part.numel(), compute)
         return sources
 
     def _sum(self, part: torch.Tensor, a: torch.Tensor, b: torch.Tensor, start: int) -> torch.Tensor:
@@ -275,7 +275,7 @@ class GatheredTensors:
     `device` returns the device of the gathered tensors, the same on all ranks; a rank without a range cannot derive it.
     """
 
-    def __init__(self, held: HeldSources, saved: Mapping[str, Saved], device: Callable[[], torch.device]) -> None:
+    def __init__(self, held: HeldSources, saved: Mapping[str, SavedTensor], device: Callable[[], torch.device]) -> None:
         self._held = held
         self._device = device
         self._shapes = {name: tensor.shape for name, tensor in saved.items()}
@@ -312,5 +312,5 @@ def _span(shard: Shard) -> tuple[int, int]:
     return start, start + sum(rect.rows * rect.cols for rect in shard.rects)
 
 
-def _is_plain(saved: Saved) -> bool:
+def _is_plain(saved: SavedTensor) -> bool:
     return saved.held is not None and saved.offset == 0 and saved.stride == row_major(saved.shape)

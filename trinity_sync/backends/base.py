@@ -23,9 +23,9 @@ import torch
 
 from trinity_sync.backends.meetings import RankMeeting
 from trinity_sync.protocol.parts import FileTuple
-from trinity_sync.weights.saved_views import Saved
+from trinity_sync.weights.saved_views import SavedTensor
 from trinity_sync.weights.shards import Shard
-from trinity_sync.weights.staging import Copying, Sources
+from trinity_sync.weights.staging import Sources, TensorCopy
 
 if TYPE_CHECKING:
     from mbridge.core.llm_bridge import LLMBridge
@@ -58,7 +58,7 @@ class HeldBase(NamedTuple):
         sources: the elements of each shard, live, by name.
     """
 
-    saved: Mapping[str, Saved]
+    saved: Mapping[str, SavedTensor]
     shards: Sequence[Shard]
     sources: Mapping[str, torch.Tensor]
 
@@ -75,11 +75,11 @@ class EngineView(Protocol):
         Replicas contribute nothing, so the ranks cover each tensor once.
         """
 
-    def saved(self) -> Mapping[str, Saved]:
+    def saved(self) -> Mapping[str, SavedTensor]:
         """Return the tensors of a version, from the model's architecture and not from `shards`."""
 
     def sources(self) -> Sources:
-        """Return live local tensors by name, one per shard, elements in the shard's local order; or `Computed` ones.
+        """Return live local tensors by name, one per shard, elements in the shard's local order, or `ComputedTensor`.
 
         Collective where the engine offloads, and where a version is the sum of base and adapter.
         """
@@ -137,7 +137,7 @@ class SelfWritingBackend(EngineView, Protocol):
 
     def begin_save(
         self, folder: Path, meeting: RankMeeting, *, lazily: bool = False, durable: bool = False
-    ) -> tuple[Copying, Callable[[], list[Path | FileTuple]]]:
+    ) -> tuple[TensorCopy, Callable[[], list[Path | FileTuple]]]:
         """Copy the training state for `folder`. Collective; writes nothing yet.
 
         Args:

@@ -29,7 +29,7 @@ from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.models.files import CONFIG, ModelFiles
 from trinity_sync.models.shapes import adapter_list, empty_model, lora_of
 from trinity_sync.protocol.parts import rank_file
-from trinity_sync.weights.saved_views import Saved, row_major
+from trinity_sync.weights.saved_views import SavedTensor, row_major
 from trinity_sync.weights.shards import Shard, listed
 
 _BLOCK = 1 << 20
@@ -119,7 +119,7 @@ class BytesBackend:
     def shards(self) -> Sequence[Shard]:
         return self._sources.shards()
 
-    def saved(self) -> Mapping[str, Saved]:
+    def saved(self) -> Mapping[str, SavedTensor]:
         return self._saved
 
     def sources(self) -> Mapping[str, torch.Tensor]:

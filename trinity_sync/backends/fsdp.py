@@ -37,7 +37,7 @@ from trinity_sync.backends.saved_tensors import meta_model, on_the_wire
 from trinity_sync.errors import ConfigError
 from trinity_sync.models.files import ModelFiles, local_folder
 from trinity_sync.weights.lora import adapter_name, base_name
-from trinity_sync.weights.saved_views import Cut, Saved, Strided, row_major
+from trinity_sync.weights.saved_views import Cut, SavedTensor, StridedView, row_major
 from trinity_sync.weights.shards import Shard, listed, whole
 from trinity_sync.weights.staging import Sources
 from trinity_sync.weights.tensors import to_torch, tower
@@ -89,7 +89,7 @@ class FsdpBackend:
     def shards(self) -> Sequence[Shard]:
         return self._sources.shards()
 
-    def saved(self) -> Mapping[str, Saved]:
+    def saved(self) -> Mapping[str, SavedTensor]:
         return self._saved
 
     def sources(self) -> Sources:
@@ -174,7 +174,7 @@ def accumulate_without_unused() -> None:
     FSDPParam.to_accumulated_grad_if_needed = accumulate_used  # type: ignore[method-assign,assignment]
 
 
-def _check_views(saved: Mapping[str, Saved], module: torch.nn.Module) -> None:
+def _check_views(saved: Mapping[str, SavedTensor], module: torch.nn.Module) -> None:
     copies = sorted(name for name, tensor in saved.items() if tensor.held is None)
     if copies:
         raise ConfigError(
@@ -184,7 +184,7 @@ def _check_views(saved: Mapping[str, Saved], module: torch.nn.Module) -> None:
         )
 
 
-def _check_kept(saved: Mapping[str, Saved], wire_dtype: str, engine: FsdpEngine) -> None:
+def _check_kept(saved: Mapping[str, SavedTensor], wire_dtype: str, engine: FsdpEngine) -> None:
     """Check that the master weights are in fp32 if tensors travel in fp32: verl casts all of a model to that dtype."""
     kept = sorted(name for name, tensor in saved.items() if tensor.dtype == FP32 != wire_dtype)
     if not kept:
@@ -203,11 +203,14 @@ _HYBRID = (HandleShardingStrategy.HYBRID_SHARD, HandleShardingStrategy._HYBRID_S
 class FsdpParts:
     """Finds a rank's contribution to versions, for both generations of FSDP. Replicas contribute nothing. `module`: the
     engine's model, wrapped by FSDP or FSDP2. `saved`: the tensors of a version, see `saved_by`. `name_of`: maps a
-    tensor's name in `module` to its name in `Saved.held`; None: not part of a version. Default: the same name.
+    tensor's name in `module` to its name in `SavedTensor.held`; None: not part of a version. Default: the same name.
     """
 
     def __init__(
-        self, module: torch.nn.Module, saved: Mapping[str, Saved], name_of: Callable[[str], str | None] | None = None
+        self,
+        module: torch.nn.Module,
+        saved: Mapping[str, SavedTensor],
+        name_of: Callable[[str], str | None] | None = None,
     ) -> None:
         self._module = module
         self._rank = dist.get_rank()
@@ -230,7 +233,7 @@ class FsdpParts:
             yield HeldPart(partial(self._buffer, name), cuts, is_copy=True)
         for name, (dtype, shape, *_) in self._parts.empty().items():
             empty = torch.empty(shape, dtype=to_torch(dtype))
-            yield HeldPart(empty.detach, [Cut(whole(name, dtype, shape), (Strided(shape, row_major(shape), 0),))])
+            yield HeldPart(empty.detach, [Cut(whole(name, dtype, shape), (StridedView(shape, row_major(shape), 0),))])
 
     def _buffer(self, name: str) -> torch.Tensor:
         return self._buffers()[name].clone(memory_format=torch.contiguous_format)
@@ -247,7 +250,7 @@ class FsdpParts:
         return buffers
 
     def _held_name(self, names: Sequence[str]) -> str | None:
-        """Return a tensor's name in `Saved.held`; None: it is not part of a version. A tied tensor has several
+        """Return a tensor's name in `SavedTensor.held`; None: it is not part of a version. A tied tensor has several
         `names`.
         """
         named = [held for name in names if (held := self._name_of(clean_tensor_name(name))) is not None]

@@ -19,7 +19,7 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.models.architecture import unfilled_model
 from trinity_sync.models.families import auto_class, class_problem
 from trinity_sync.models.model_folder import LeftOutNames, left_out
-from trinity_sync.weights.saved_views import Saved
+from trinity_sync.weights.saved_views import SavedTensor
 from trinity_sync.weights.tensors import kept_by_class, saved_list, version_list
 from trinity_sync.weights.wire import WireFormat, kept_names
 
@@ -27,7 +27,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def saved_by(model_config: EngineModel, wire_dtype: str, keep_fp32: Sequence[str] | None = None) -> dict[str, Saved]:
+def saved_by(
+    model_config: EngineModel, wire_dtype: str, keep_fp32: Sequence[str] | None = None
+) -> dict[str, SavedTensor]:
     """Return the tensors of a version (`version_list`) by name, in wire dtypes.
 
     `keep_fp32`: those that travel in fp32 instead, by name patterns (`found_in`); None: those that the model's class
@@ -59,13 +61,15 @@ def meta_model(model_config: EngineModel) -> PreTrainedModel:
     )
 
 
-def on_the_wire(model: torch.nn.Module, wire_dtype: str, keep_fp32: Sequence[str] | None) -> dict[str, Saved]:
+def on_the_wire(model: torch.nn.Module, wire_dtype: str, keep_fp32: Sequence[str] | None) -> dict[str, SavedTensor]:
     """Return the tensors of a version of a model, in wire dtypes; as `saved_by`."""
     kept = kept_by_class(model, wire_dtype) if keep_fp32 is None else keep_fp32
     return travelling(version_list(model), wire_dtype, kept, strict=keep_fp32 is not None)
 
 
-def travelling(saved: Mapping[str, Saved], wire_dtype: str, kept: Iterable[str], *, strict: bool) -> dict[str, Saved]:
+def travelling(
+    saved: Mapping[str, SavedTensor], wire_dtype: str, kept: Iterable[str], *, strict: bool
+) -> dict[str, SavedTensor]:
     """Return tensors by name in wire dtypes; `kept`: those in fp32, see `kept_names`, also for `strict`."""
     wire = WireFormat(wire_dtype, kept_names(kept, saved, strict=strict))
     return {name: tensor._replace(dtype=wire.of(name, tensor.dtype)) for name, tensor in saved.items()}

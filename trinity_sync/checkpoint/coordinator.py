@@ -18,13 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
-from trinity_sync.actors.monitor_client import Committed, Facts, MonitorClient
-from trinity_sync.actors.pending import ANSWER_S, CallTransport, Pending
+from trinity_sync.actors.monitor_client import CommitReport, Facts, MonitorClient
+from trinity_sync.actors.pending import ANSWER_S, CallTransport, PendingCall
 from trinity_sync.checkpoint.folder.contents import file_entry, staging_dir, step_dir
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.host.logs import log_failure
 from trinity_sync.host.origin import error_line
-from trinity_sync.host.threads import PATIENCE, Yielding, in_background
+from trinity_sync.host.threads import PATIENCE, BackgroundWork, in_background
 from trinity_sync.protocol.parts import STATE_DICT, FileEntry, FileTuple
 
 if TYPE_CHECKING:
@@ -43,7 +43,7 @@ class _Save:
 
     step: int
     ended: Future[None]
-    work: Yielding
+    work: BackgroundWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +95,7 @@ class CheckpointCoordinator:
         self._attempt = attempt
         self._root = Path(root) if root is not None else None
         self._facts: Facts | None = None
-        self._watch: tuple[Pending[None], Pending[None]] | None = None
+        self._watch: tuple[PendingCall[None], PendingCall[None]] | None = None
         self._lock = threading.Lock()
         self._saves: dict[str, _Save] = {}
         self._untold: list[BaseException] = []
@@ -140,7 +140,7 @@ class CheckpointCoordinator:
         # At once: from here on the monitor knows the part's process, and notices its death before the first byte.
         turn = self._ask_for_turn(saving, collective=hands_over)
 
-        work = Yielding(PATIENCE * self._timeout_s)
+        work = BackgroundWork(PATIENCE * self._timeout_s)
 
         def run() -> None:
             try:
@@ -232,7 +232,7 @@ class CheckpointCoordinator:
 
     def wait_committed(
         self, global_step: int, is_state_dict: bool = False, *, timeout_s: float | None = None
-    ) -> Committed:
+    ) -> CommitReport:
         """Wait until the step (`is_state_dict`: its weights) is committed, its trackers have moved and retention has
         run. Any process may call it.
 
@@ -312,7 +312,7 @@ class CheckpointCoordinator:
 
     # ---- one save
 
-    def _save(self, part: _Part, save_fn: SaveFn, turn: Pending[None], *, queues: bool, reports: bool) -> None:
+    def _save(self, part: _Part, save_fn: SaveFn, turn: PendingCall[None], *, queues: bool, reports: bool) -> None:
         try:
             self._answered(turn)
             written: object = ()
@@ -334,7 +334,7 @@ class CheckpointCoordinator:
             self._report_failed(part, error)
             raise
 
-    def _ask_for_turn(self, part: _Part, collective: bool) -> Pending[None]:
+    def _ask_for_turn(self, part: _Part, collective: bool) -> PendingCall[None]:
         """Return the call that is answered when it is this part's turn."""
         self._let_watch()
         return self._monitor.notify_started(
@@ -420,7 +420,7 @@ class CheckpointCoordinator:
             self._facts = self._answered(self._monitor.describe())
         return self._facts
 
-    def _answered(self, call: Pending[T]) -> T:
+    def _answered(self, call: PendingCall[T]) -> T:
         return call.result(self._timeout_s + ANSWER_S)
 
 

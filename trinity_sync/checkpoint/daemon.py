@@ -323,7 +323,7 @@ def wait_until_ended(root: str | os.PathLike[str], *, timeout_s: float, on_wait:
 
 
 @dataclass
-class _Seen:
+class _Sighting:
     """The result of one look for a monitor."""
 
     what: str  # in words, for errors
@@ -355,7 +355,7 @@ class _Search:
                 raise self._late(seen)
             time.sleep(_POLL_S)
 
-    def _makes_way(self, seen: _Seen) -> bool:
+    def _makes_way(self, seen: _Sighting) -> bool:
         """Return whether no other monitor seems to run, and it is time for a start."""
         if seen.ending:
             self._since = None
@@ -370,7 +370,7 @@ class _Search:
         if now > self._since + LOOK_S:
             raise error
 
-    def _late(self, seen: _Seen) -> WaitTimeout:
+    def _late(self, seen: _Sighting) -> WaitTimeout:
         root = self.settings.root
         if seen.ending:
             return WaitTimeout(seen.what, f"end its work in {root}", self.timeout_s)
@@ -378,35 +378,35 @@ class _Search:
             return WaitTimeout(WHO, f"start for {root} ({seen.what})", self.timeout_s)
         return WaitTimeout("rank 0", f"have {WHO} of this program listen for {root} ({seen.what})", self.timeout_s)
 
-    def look(self, left: float) -> _Seen:
+    def look(self, left: float) -> _Sighting:
         """Look once. A running monitor has `left` seconds to be ready."""
         settings = self.settings
         found = find(settings.root)
         if found is None:
-            return _Seen("no monitor has written its address")
+            return _Sighting("no monitor has written its address")
         try:
             link = Link(open_connection((found.address, found.port), bytes.fromhex(found.secret), PROOF_S), WHO, left)
         except (OSError, EOFError, ForeignPeerError) as error:
-            return _Seen(f"it does not answer ({found}): {error or type(error).__name__}")
+            return _Sighting(f"it does not answer ({found}): {error or type(error).__name__}")
         hello: DaemonHello = link.hello
         seen = self._judged(hello, found)
         if seen is None and settings.attempt in (None, hello["attempt"]):
-            return _Seen(str(found), link)
+            return _Sighting(str(found), link)
         link.connection.close()
         if seen is None:
             raise RunError(f"attempt {settings.attempt} is over: attempt {hello['attempt']} writes to {settings.root}")
         return seen
 
-    def _judged(self, hello: DaemonHello, found: Rendezvous) -> _Seen | None:
+    def _judged(self, hello: DaemonHello, found: Rendezvous) -> _Sighting | None:
         """Judge a monitor that answers; None: it is this program's, and goes on."""
         if not _same(hello["root"], self.settings.root):  # the file was copied
-            return _Seen(f"the monitor that is named there ({found}) belongs to {hello['root']}")
+            return _Sighting(f"the monitor that is named there ({found}) belongs to {hello['root']}")
         ours = hello["program"] == self.settings.program
         ending = hello["ending"] or (not ours and hello["members"] == 0)
         if ours and not ending:
             return None
         whose = "this program" if ours else "another program"
-        return _Seen(f"{WHO} of {whose} ({found})", lives=True, ending=ending)
+        return _Sighting(f"{WHO} of {whose} ({found})", lives=True, ending=ending)
 
     def _start(self, left: float) -> bool:
         """Start a monitor; return False if the folder is locked, or the process was killed."""

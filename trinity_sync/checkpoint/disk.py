@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import IO
 
-from trinity_sync.actors.monitor_client import Committed, PrunedStep
+from trinity_sync.actors.monitor_client import CommitReport, PrunedStep
 from trinity_sync.checkpoint.folder import catalog, commits, contents, deletion, owner, recovery
 from trinity_sync.checkpoint.folder.contents import Manifest, NoManifestError, read_manifest
 from trinity_sync.checkpoint.folder.deletion import prune, prune_plan, read_deletion, unlink_notes
@@ -100,7 +100,7 @@ class CheckpointDisk:
         written_s: float = 0.0,
         total_s: float = 0.0,
         beside: bool = False,
-    ) -> Committed:
+    ) -> CommitReport:
         """Return a commit as `CheckpointMonitor.wait_committed` does."""
         place = self._beside if beside else self.root
         return {
@@ -117,7 +117,7 @@ class CheckpointDisk:
             "base": manifest.base.digest if manifest.base is not None else None,
         }
 
-    def describe_committed(self, step: int, kind: Kind | None = None) -> Committed:
+    def describe_committed(self, step: int, kind: Kind | None = None) -> CommitReport:
         """Return a commit that an earlier process of the monitor, or an earlier attempt, made. Raises RunError if the
         step is not on disk.
         """
@@ -134,7 +134,7 @@ class CheckpointDisk:
             return deleted
         return self.describe(manifest, beside=is_beside)
 
-    def describe_deleted(self, step: int, kind: Kind | None = None) -> Committed | None:
+    def describe_deleted(self, step: int, kind: Kind | None = None) -> CommitReport | None:
         """Return a commit of this attempt and kind that retention has deleted; None: there is no note of one."""
         noted = read_deletion(self.root, step, self.attempt, kind or STATE_DICT) if self.root is not None else None
         if noted is None:
@@ -240,10 +240,10 @@ class CheckpointDisk:
             with contextlib.suppress(OSError):  # not empty, or missing
                 (self.root / contents.STAGING).rmdir()
 
-    def rebuild(self, make_book: Callable[[list[tuple[int, int, Kind]]], CommitBook], *, restarted: bool) -> Rebuilt:
+    def rebuild(self, make_book: Callable[[list[tuple[int, int, Kind]]], CommitBook], *, restarted: bool) -> Rebuild:
         """Put the folder in order and make the book of its state. Raises RunError if another run writes in it."""
         if self.root is None:
-            return Rebuilt(make_book([]), [], [], None)
+            return Rebuild(make_book([]), [], [], None)
         lock = lock_as_writer(self.root, self.writer)
         story.info("the checkpoints in %s belong to run %s", self.root, self.run)
         journals, problems = self._read_journals() if restarted else ([], [])
@@ -281,7 +281,7 @@ class CheckpointDisk:
             if book.dump(step) is None:
                 # All of it was committed before the crash: the staged files are those that the commit replaced.
                 self.clean(step)
-        return Rebuilt(book, decisions, problems, lock)
+        return Rebuild(book, decisions, problems, lock)
 
     @property
     def _beside(self) -> Path | None:
@@ -346,7 +346,7 @@ class CheckpointDisk:
 
 
 @dataclass(frozen=True)
-class Rebuilt:
+class Rebuild:
     """The result of `CheckpointDisk.rebuild`."""
 
     book: CommitBook

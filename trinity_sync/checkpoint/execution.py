@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import replace
 
-from trinity_sync.actors.monitor_client import Committed, EventLine, PrunedStep
+from trinity_sync.actors.monitor_client import CommitReport, EventLine, PrunedStep
 from trinity_sync.actors.pending import Changes
 from trinity_sync.checkpoint.disk import CheckpointDisk
 from trinity_sync.checkpoint.folder.owner import Owner
@@ -21,7 +21,7 @@ from trinity_sync.errors import RunError, TrinityError, WaitTimeout
 from trinity_sync.host.logs import log_failure, story
 from trinity_sync.host.origin import error_text, origin
 from trinity_sync.protocol.commit import CommitBook
-from trinity_sync.protocol.parts import FULL, STATE_DICT, Clean, Commit, Decision, Fail, Grant, Kind, MoveTracker
+from trinity_sync.protocol.parts import FULL, STATE_DICT, Abort, Cleanup, Commit, Decision, Grant, Kind, MoveTracker
 from trinity_sync.protocol.retention import KeepLast
 from trinity_sync.tracking import units
 from trinity_sync.tracking.events import Event, FaultEvent, MirrorEvent, PruneEvent, event_line
@@ -32,7 +32,7 @@ _MOST_RESULTS = 10_000
 class Execution:
     """Carries out decisions. `clock`: Unix seconds."""
 
-    announce: Callable[[Committed], None] | None = None  # called in a thread with each commit
+    announce: Callable[[CommitReport], None] | None = None  # called in a thread with each commit
 
     def __init__(
         self, disk: CheckpointDisk, book: CommitBook, events: EventLog, changes: Changes, clock: Callable[[], float]
@@ -46,7 +46,7 @@ class Execution:
         self._queue: asyncio.Queue[Decision] = asyncio.Queue()
         self._working = False
         self._finishing: set[int] = set()
-        self._results: dict[tuple[int, Kind], Committed] = {}
+        self._results: dict[tuple[int, Kind], CommitReport] = {}
         self._unnoted: set[int] = set()
         self._journal_lock = asyncio.Lock()
         self._retention_lock = asyncio.Lock()
@@ -101,7 +101,7 @@ class Execution:
         """Return whether the step is committed, but its trackers have not moved or retention has not run."""
         return step in self._finishing
 
-    def result(self, step: int, *kinds: Kind | None) -> Committed | None:
+    def result(self, step: int, *kinds: Kind | None) -> CommitReport | None:
         """Return the step's commit by this process, as the first of these kinds; None: there is none."""
         for kind in kinds:
             if kind is not None and (step, kind) in self._results:
@@ -185,10 +185,10 @@ class Execution:
                 await self._commit(decision)
             case MoveTracker(kind, step):
                 await asyncio.to_thread(self._disk.move_tracker, kind, step, self._book.open_steps())
-            case Fail(step, _, error):
+            case Abort(step, _, error):
                 log_fault(f"checkpoint of step {step}", error)
                 await self._fail(step)
-            case Clean(step, _):
+            case Cleanup(step, _):
                 await self._clean(step)
 
     async def _fail(self, step: int) -> None:
@@ -237,7 +237,7 @@ class Execution:
         finally:
             self._finishing.discard(commit.step)
 
-    def _record(self, commit: Commit, result: Committed) -> None:
+    def _record(self, commit: Commit, result: CommitReport) -> None:
         story.info(
             "checkpoint of step %d committed (%s): %s after %s",
             commit.step,

@@ -30,7 +30,7 @@ from trinity_sync.checkpoint.folder.leases import check_free
 from trinity_sync.checkpoint.reading import RestoredVersion, TensorInfo, Weights, WeightsError, open_weights
 from trinity_sync.checkpoint.reading.verl_shards import (
     INDEX,
-    Stored,
+    StoredTensor,
     is_hugging_face,
     made_of,
     open_hugging_face,
@@ -39,7 +39,7 @@ from trinity_sync.checkpoint.reading.verl_shards import (
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.host.durable import sync_folder, write_all
 from trinity_sync.models.files import CONFIG, ModelFiles, is_weights
-from trinity_sync.protocol.parts import HISTORY, LeftOut, delta_file, version_folder
+from trinity_sync.protocol.parts import HISTORY, Remainder, delta_file, version_folder
 from trinity_sync.weights import shards
 from trinity_sync.weights.delta import DeltaError
 from trinity_sync.weights.digests import version_digest
@@ -58,7 +58,7 @@ Form = Literal["adapter", "merged"]
 
 
 @dataclass(frozen=True, slots=True)
-class Exported:
+class ExportReport:
     """The result of `export_checkpoint`.
 
     Attributes:
@@ -99,7 +99,7 @@ def export_checkpoint(
     base: Path | None = None,
     progress: Callable[[int, int], None] | None = None,
     version: RestoredVersion | None = None,
-) -> Exported:
+) -> ExportReport:
     """Write the weights of a checkpoint as a folder that ``AutoModelForCausalLM.from_pretrained`` and vLLM load.
 
     Memory stays near one tensor. If the checkpoint's manifest has a digest, the weights are checked against it. A LoRA
@@ -184,7 +184,7 @@ def export_checkpoint(
         raise RunError(f"{output} cannot be written: {error.strerror or error}") from error
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-    return Exported(
+    return ExportReport(
         output=output,
         source=folder,
         format=weights.format,
@@ -226,7 +226,7 @@ def _write_adapter_config(weights: Weights, folder: Path) -> None:
 def _write_weights(
     weights: Weights,
     wire: WireFormat,
-    untrained: Mapping[str, Stored],
+    untrained: Mapping[str, StoredTensor],
     tower: Container[str],
     infos: Mapping[str, TensorInfo],
     files: Mapping[str, Sequence[str]],
@@ -457,7 +457,7 @@ def _whole(weights: Weights) -> Weights:
     return weights.without(model.state_dict().keys() - saved)
 
 
-def digest_left_out(tensors: Mapping[str, Stored], names: Iterable[str]) -> str:
+def digest_left_out(tensors: Mapping[str, StoredTensor], names: Iterable[str]) -> str:
     """Return the digest of untrained tensors of a model's folder, as they are stored; reads them."""
     return version_digest([digest_entry(name, tensors[name].read(), None) for name in names])
 
@@ -473,7 +473,7 @@ def tower_in(weights: Weights) -> list[str]:
     return [name for name in weights if name in saved and saved[name].held in still]
 
 
-def open_left_out(told: LeftOut | None, given: Path | None) -> tuple[dict[str, Stored], tuple[str, ...]]:
+def open_left_out(told: Remainder | None, given: Path | None) -> tuple[dict[str, StoredTensor], tuple[str, ...]]:
     """Open the tensors that the model's folder has and the trained model has not, such as draft heads. Reads them.
     Raises WeightsError if a file of the folder is damaged.
 

@@ -31,7 +31,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trinity_sync.actors.monitor_client import MONITOR, Committed, EventLine, Facts, PrunedStep, StepReport
+from trinity_sync.actors.monitor_client import MONITOR, CommitReport, EventLine, Facts, PrunedStep, StepReport
 from trinity_sync.actors.pending import ANSWER_S, Changes, Host, failures_logged
 from trinity_sync.checkpoint.disk import CheckpointDisk
 from trinity_sync.checkpoint.execution import EventLog, Execution
@@ -480,7 +480,7 @@ class CheckpointMonitor:
 
     async def wait_committed(
         self, step: int, attempt: int | None = None, timeout_s: float | None = None, *, kind: Kind | None = None
-    ) -> Committed:
+    ) -> CommitReport:
         """Wait until the step is committed, its trackers have moved and retention has run.
 
         Args:
@@ -647,7 +647,7 @@ class CheckpointMonitor:
         return f"checkpoint step {step} (missing: {missing})", f"commit as {kind or status.wanted or 'asked for'}"
 
 
-def _announce(namespace: str, committed: Committed) -> None:
+def _announce(namespace: str, committed: CommitReport) -> None:
     """Send a commit to the run's synchronizer, if there is one. Does not wait for an answer."""
     import ray  # as in `CheckpointMonitor.get_actor`
     from ray.exceptions import RayError

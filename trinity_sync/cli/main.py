@@ -20,7 +20,7 @@ from trinity_sync.host.hardware import own_modules_found
 from trinity_sync.host.terminal import output_lost, safe_streams
 
 if TYPE_CHECKING:
-    from trinity_sync.config.description import Described
+    from trinity_sync.config.description import SettingDescription
 
 
 _DESCRIPTION = """\
@@ -219,7 +219,7 @@ def _told_of(key: str) -> str:
     return _of_setting(key, exact) if exact else _of_group(key, group_comments(key), below) if below else ""
 
 
-def _of_setting(key: str, found: Sequence[Described]) -> str:
+def _of_setting(key: str, found: Sequence[SettingDescription]) -> str:
     lines = [key]
     for one in {(one.comment, one.default, one.file): one for one in found}.values():
         options = sorted(other.option for other in found if (other.file, other.default) == (one.file, one.default))
@@ -229,7 +229,7 @@ def _of_setting(key: str, found: Sequence[Described]) -> str:
     return "\n".join(lines)
 
 
-def _of_group(key: str, options: dict[str, str], found: Iterable[Described]) -> str:
+def _of_group(key: str, options: dict[str, str], found: Iterable[SettingDescription]) -> str:
     lines = [key, *(f"  {key}={name:<20} {comment}" for name, comment in options.items())]
     comments = {one.key: one.comment for one in reversed(list(found))}
     width = max(map(len, comments))

@@ -16,7 +16,7 @@ from trinity_sync.config.comparison import ABSENT, LOCATIONS, is_place, without_
 from trinity_sync.config.composition import NAMED_BY_PATH, fitted
 from trinity_sync.config.invocation import (
     Invocation,
-    Recomposed,
+    Recomposition,
     experiment_of,
     explained,
     merge_overrides,
@@ -40,7 +40,7 @@ _RUNS_HERE = ("outputs/*/*/run.json", "multirun/*/*/*/run.json")
 class Replay:
     """Settings of the repetition."""
 
-    recomposed: Recomposed  # all of them
+    recomposed: Recomposition  # all of them
     left_out: list[str]  # overrides of the places where the run lived
     changed: list[config.Difference]  # settings that differ from the run's
 

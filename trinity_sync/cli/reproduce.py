@@ -17,7 +17,7 @@ from trinity_sync.errors import ConfigError
 
 if TYPE_CHECKING:
     from trinity_sync.cli.replay import Replay, ReplaySource
-    from trinity_sync.config.invocation import Recomposed
+    from trinity_sync.config.invocation import Recomposition
     from trinity_sync.reproduction.outcome import Comparison, EnvironmentDifference, Outcome
 
 _RUN_DIR = "hydra.run.dir"
@@ -228,7 +228,7 @@ def _say_what_differs(source: ReplaySource, settings: Replay) -> list[Environmen
 # -- running and comparing
 
 
-def _run(settings: Recomposed, folder: Path, steps: int) -> int:
+def _run(settings: Recomposition, folder: Path, steps: int) -> int:
     from trinity_sync.cli.runs import start
 
     with settings.only_trusted():  # Hydra composes it again

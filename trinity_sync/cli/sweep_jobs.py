@@ -10,7 +10,7 @@ from pathlib import Path
 from hydra.errors import HydraException
 
 from trinity_sync.config.composed_jobs import saved_jobs
-from trinity_sync.config.invocation import Invocation, Recomposed
+from trinity_sync.config.invocation import Invocation, Recomposition
 from trinity_sync.config.messages import explain, print_error
 from trinity_sync.errors import ConfigError, TrinityError
 from trinity_sync.launch.app import DONE, INTERRUPTED, finish_sweep
@@ -27,7 +27,7 @@ class SweepJob:
     folder: Path
     invocation: Invocation
 
-    def settings(self, allowed: Sequence[str]) -> Recomposed:
+    def settings(self, allowed: Sequence[str]) -> Recomposition:
         """Compose the job's settings."""
         found = self.invocation.recompose((), allowed)
         place = self.invocation.started_in

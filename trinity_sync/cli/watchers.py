@@ -95,7 +95,7 @@ class RunWatch:
         """Skipped lines, one sentence each."""
         return self._run.notes if self._run is not None else []
 
-    def look(self) -> Standing:
+    def look(self) -> RunStatus:
         """Show new lines, and return the run's state. Raises RunError if the folder is gone or cannot be read."""
 
         if not self.folder.is_dir():
@@ -113,7 +113,7 @@ class RunWatch:
         self._begun = begun
         return now
 
-    def _begin(self, now: Standing) -> None:
+    def _begin(self, now: RunStatus) -> None:
         """Read all existing lines, and show the resulting state."""
 
         line = run_line(self.folder)
@@ -149,7 +149,7 @@ def pause(view: LiveView) -> None:
     sleep(_POLL_S)
 
 
-def _tell_end(folder: Path, view: LiveView, now: Standing, notes: list[str]) -> int:
+def _tell_end(folder: Path, view: LiveView, now: RunStatus, notes: list[str]) -> int:
     """Show the end of a run, as the run itself does; return the exit code."""
 
     run = load_run(folder)
@@ -164,7 +164,7 @@ def _tell_end(folder: Path, view: LiveView, now: Standing, notes: list[str]) -> 
     return 0 if now.stand == "completed" else 1
 
 
-def killed(folder: Path, now: Standing) -> str:
+def killed(folder: Path, now: RunStatus) -> str:
     """Explain how it is known that a run was killed."""
     host = (now.record or {}).get("host")
     elsewhere = f" (it ran on {host}: locks of other hosts are not seen on every file system)"
@@ -191,7 +191,7 @@ _INTEREST = {"running": 0, "starting": 0, "completed": 2, "not begun": 3}
 
 @dataclass(kw_only=True)
 class _WatchedJob:
-    now: Standing
+    now: RunStatus
     line: RunLine
 
     @property
@@ -356,12 +356,12 @@ def watch_sweep(folder: Path, view: LiveView, *, once: bool, wait_s: float) -> i
     return 0 if sweep.good else 1
 
 
-def _standing(folder: Path) -> Standing:
+def _standing(folder: Path) -> RunStatus:
     """Return a job's state; a damaged job is reported at the end, and the others are watched."""
     try:
         return standing(folder)
     except ConfigError:
-        return Standing(stand="unreadable", record=None, owner=None)
+        return RunStatus(stand="unreadable", record=None, owner=None)
 
 
 # Follows a run from another process: its status by lock and run.json, and its new lines. Each line is read once.
@@ -374,7 +374,7 @@ _CHUNK = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
+class RunStatus:
     """The status of a run; `record` is None before there is a run.json, `owner` is the process that runs."""
 
     stand: Stand
@@ -392,7 +392,7 @@ class Standing:
         return None if self.record is None else self.record.get("error")
 
 
-def standing(folder: Path) -> Standing:
+def standing(folder: Path) -> RunStatus:
     """Return the status of a run."""
     owner = lock_owner(folder)
     record = read_record(folder / "run.json") if (folder / "run.json").exists() else None
@@ -407,7 +407,7 @@ def standing(folder: Path) -> Standing:
             stand = status
         case _:
             stand = "starting" if owner else "not begun"
-    return Standing(stand=stand, record=record, owner=owner)
+    return RunStatus(stand=stand, record=record, owner=owner)
 
 
 class ReplacedError(Exception):

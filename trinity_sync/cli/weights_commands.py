@@ -307,9 +307,9 @@ def _engine(kind: str, url: str) -> Callable[[Path, str], None]:
     """
     if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
         raise ConfigError(f"--notify {shown(url)} is no address; give one such as http://127.0.0.1:30000")
-    from trinity_sync.integrations.vllm.server import Server
+    from trinity_sync.integrations.vllm.server import ServerClient
 
-    server = Server(url.rstrip("/"), _LOAD_S)
+    server = ServerClient(url.rstrip("/"), _LOAD_S)
     server.who = f"the {'SGLang' if kind == 'sglang' else 'vLLM'} server at {shown(url)}"
 
     def sglang(folder: Path, version: str) -> None:

@@ -25,7 +25,7 @@ _UNASKED = "a an can change do does for from how i in is it me my of on set the 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Described:
+class SettingDescription:
     """A setting of one option."""
 
     key: str  # dotted
@@ -37,9 +37,9 @@ class Described:
 
 
 @cache
-def described() -> tuple[Described, ...]:
+def described() -> tuple[SettingDescription, ...]:
     """Return all settings of our options, in the order of their files."""
-    found: list[Described] = []
+    found: list[SettingDescription] = []
     for file in sorted(conf_dir().rglob("*.yaml")):
         group = file.relative_to(conf_dir()).parent.as_posix()
         if not group.startswith(_NOT_OPTIONS):
@@ -91,13 +91,13 @@ def _stems(text: str) -> set[str]:
     return {word.rstrip("s") for word in re.findall(r"[^\W_]+", text.lower())}
 
 
-def _of_option(file: Path, group: str) -> Iterator[Described]:
+def _of_option(file: Path, group: str) -> Iterator[SettingDescription]:
     types_of: dict[str, type] = {}
     settings = list(_read(file, _package(file, group), types_of))
     option = f"{group}={file.stem}" if group else ""
     for key, comment, default, place in settings:
         kind = _kind(key, types_of)
-        yield Described(key=key, comment=comment, type=kind, default=default, file=place, option=option)
+        yield SettingDescription(key=key, comment=comment, type=kind, default=default, file=place, option=option)
 
 
 def _read(file: Path, package: str, types_of: dict[str, type]) -> Iterator[tuple[str, str, str, Path]]:

@@ -22,7 +22,7 @@ from trinity_sync.config.lookup import chosen_by_option
 from trinity_sync.config.messages import explain
 from trinity_sync.config.overrides import as_numbers, as_value, quote
 from trinity_sync.config.saved_config import Places, Trust, only_trusted, only_trusted_places
-from trinity_sync.config.user_record import NOTHING, Recorded
+from trinity_sync.config.user_record import NOTHING, FolderRecord
 from trinity_sync.errors import ConfigError, in_one_line
 from trinity_sync.host.hardware import own_modules_found
 from trinity_sync.host.references import Value
@@ -91,7 +91,7 @@ class Invocation:
     config_dir: Path | None  # folder of further options, if there was one
     started_in: Path  # the folder from which relative paths count
     place: Path  # the run's folder or a bundle, for errors
-    recorded: Recorded = NOTHING  # this user's record of it on this host
+    recorded: FolderRecord = NOTHING  # this user's record of it on this host
 
     @classmethod
     def read(cls, folder: Path) -> Invocation:
@@ -136,7 +136,7 @@ class Invocation:
             config_dir=Path(extra[0]) if extra else None,
             started_in=Path(settings.runtime.cwd),
             place=place,
-            recorded=Recorded.read(place),
+            recorded=FolderRecord.read(place),
         )
 
     def of(self, overrides: Sequence[str]) -> Invocation:
@@ -167,7 +167,7 @@ class Invocation:
 
     def recompose(
         self, new: Sequence[str], allowed: Sequence[str], *, places: Places = "all", given: Sequence[str] = ()
-    ) -> Recomposed:
+    ) -> Recomposition:
         """Compose the settings again, with new overrides after the old ones."""
         saved = chosen_by_option(self.overrides)
         try:
@@ -187,7 +187,7 @@ class Invocation:
             if new and self._composes(saved, self.trust((), allowed, places)):
                 raise ConfigError(explain(error)) from error
             raise self._misfit(explain(error)) from error
-        return Recomposed(invocation=self.of(overrides), trust=trust, config=RunConfig(cfg))
+        return Recomposition(invocation=self.of(overrides), trust=trust, config=RunConfig(cfg))
 
     def _misfit(self, told: str) -> ConfigError:
         return ConfigError(
@@ -208,19 +208,19 @@ class Invocation:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recomposed:
+class Recomposition:
     """Settings composed again."""
 
     invocation: Invocation  # with all overrides, old and new
     trust: Trust  # what the user vouches for in them
     config: RunConfig  # the composed settings; relative paths stay
 
-    def also(self, new: Sequence[str]) -> Recomposed:
+    def also(self, new: Sequence[str]) -> Recomposition:
         """Compose again with further overrides; errors as of `Invocation.recompose`."""
         trust = self.trust
         return self.invocation.recompose([*trust.new, *new], trust.allowed, places=trust.places)
 
-    def keeping(self, saved: RunConfig) -> Recomposed:
+    def keeping(self, saved: RunConfig) -> Recomposition:
         """Compose again with the run's own values of settings whose default depends on others, unless they are given:
         an earlier release had other defaults, and the model may have moved.
         """

@@ -1,6 +1,6 @@
 """Limits of a saved configuration, since another user may have made the folder that a resume reads. It may name the
 classes of our option files, our tasks, rewards and trackers, and listed settings of engines. This user's record on this
-host (`Recorded`) is trusted too. Everything else the user confirms on the command line of the resume: by the value
+host (`FolderRecord`) is trusted too. Everything else the user confirms on the command line of the resume: by the value
 itself, or by the package with `--allow-target`.
 """
 
@@ -36,7 +36,7 @@ from trinity_sync.config.composition import (
 )
 from trinity_sync.config.lookup import ModuleSource, module_source, own_options, own_targets_of
 from trinity_sync.config.overrides import REWARD, as_value, long_form, quote
-from trinity_sync.config.user_record import FILE, NOTHING, Recorded, record
+from trinity_sync.config.user_record import FILE, NOTHING, FolderRecord, record
 from trinity_sync.errors import ConfigError
 from trinity_sync.host.masking import MASK, masked, masked_override, shown
 from trinity_sync.host.references import Settings, Value
@@ -170,7 +170,7 @@ class Trust:
     started_in: Path = Path()  # the folder from which relative paths count
     new: Sequence[str] = ()  # the user's new overrides
     allowed: Sequence[str] = ()  # packages or dotted names that may also be run
-    recorded: Recorded = NOTHING  # this user's record of the folder on this host
+    recorded: FolderRecord = NOTHING  # this user's record of the folder on this host
     places: Places = "all"  # which places outside the folder need trust
 
     @cached_property
@@ -302,7 +302,7 @@ def asked_again(run: Path, used: Mapping[str, str | None]) -> list[str]:
         cfg = cast(DictConfig, OmegaConf.load(run / ".hydra" / "config.yaml"))
         for key, place in used.items():
             OmegaConf.update(cfg, key, place)
-        trust = Trust(where=run, started_in=Path(hydra.runtime.cwd), recorded=Recorded.read(run))
+        trust = Trust(where=run, started_in=Path(hydra.runtime.cwd), recorded=FolderRecord.read(run))
         refused = [doubt for doubt in _of_run(cfg, hydra, trust) if not trust.accepts(doubt)]
         return list(dict.fromkeys(doubt.again for doubt in refused if not doubt.again.startswith(_NO_LINK)))
     return []
@@ -317,7 +317,7 @@ def _of_run(cfg: DictConfig, hydra: DictConfig, trust: Trust) -> Iterator[Doubt]
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Shipped:
+class _ShippedDefaults:
     """The values of our own option files: interpolations (key, text); of Hydra's own settings the outputs by key and
     the called names; the other settings by key.
     """
@@ -329,7 +329,7 @@ class _Shipped:
 
 
 @cache
-def _shipped() -> _Shipped:
+def _shipped() -> _ShippedDefaults:
     state = GlobalHydra.instance()
     around = state.hydra  # of a starting run
     state.clear()
@@ -338,7 +338,7 @@ def _shipped() -> _Shipped:
     finally:
         state.hydra = around
     hydra = _mapping(_mapping(as_written(ours))["hydra"])
-    return _Shipped(
+    return _ShippedDefaults(
         interpolated=frozenset((key, text) for key, text, _ in _interpolated(ours)),
         written=dict(_written(hydra)),
         named=frozenset(name for _, name in _named(hydra, "")),
@@ -353,7 +353,7 @@ def _check_place(trust: Trust, place: str) -> None:
         trust.refuse(_imported("hydra.searchpath", name.replace("/", ".").strip("."), trust.allowed))
 
 
-def _doubts(cfg: DictConfig, ours: _Shipped, overrides: Sequence[str], trust: Trust) -> Iterator[Doubt]:
+def _doubts(cfg: DictConfig, ours: _ShippedDefaults, overrides: Sequence[str], trust: Trust) -> Iterator[Doubt]:
     """Yield everything that the user must trust in settings, with Hydra's own below `hydra`."""
     yield from _references(cfg, ours, overrides)
     hydra = _mapping(_mapping(as_written(cfg))["hydra"])
@@ -378,7 +378,7 @@ def _doubts(cfg: DictConfig, ours: _Shipped, overrides: Sequence[str], trust: Tr
 
 
 def _of_setting(
-    cfg: DictConfig, key: str, text: object, value: object, ours: _Shipped, trust: Trust
+    cfg: DictConfig, key: str, text: object, value: object, ours: _ShippedDefaults, trust: Trust
 ) -> Iterator[Doubt]:
     last = key.rpartition(".")[2]
     known = value is not _UNKNOWN
@@ -500,7 +500,7 @@ def _words(value: object) -> str:
 
 def check_saved_target(key: str, name: str, allowed: Sequence[str], where: Path) -> None:
     """Refuse a class that a run's settings name, unless it is one of ours for that key, or the user vouches for it."""
-    Trust(where=where, allowed=allowed, recorded=Recorded.read(where)).refuse(_target(key, name, allowed))
+    Trust(where=where, allowed=allowed, recorded=FolderRecord.read(where)).refuse(_target(key, name, allowed))
 
 
 def _target(key: str, name: str, allowed: Sequence[str]) -> Iterator[Doubt]:
@@ -519,7 +519,7 @@ def _imported(key: str, name: str, allowed: Collection[str]) -> Iterator[Doubt]:
         yield Doubt(key, name, name, "which would be imported and run", f"--allow-target {shlex.quote(package)}", name)
 
 
-def _references(cfg: DictConfig, ours: _Shipped, overrides: Sequence[str]) -> Iterator[Doubt]:
+def _references(cfg: DictConfig, ours: _ShippedDefaults, overrides: Sequence[str]) -> Iterator[Doubt]:
     for key, text, value in _interpolated(cfg):
         if (key, text) in ours.interpolated or key == _RECORD:
             continue

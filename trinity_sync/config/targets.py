@@ -21,7 +21,7 @@ from trinity_sync.host.origin import end_text, origin
 from trinity_sync.host.references import Settings, setting_of
 
 if TYPE_CHECKING:
-    from trinity_sync.tasks.rewards import Judging
+    from trinity_sync.tasks.rewards import RewardSettings
 
 # as text, since its package lies above this one
 _SYNC_MODE = "trinity_sync.sync.base.SyncMode"
@@ -77,14 +77,14 @@ def _parameters(target: object) -> Mapping[str, inspect.Parameter]:
     return {}
 
 
-def _judging(values: MutableMapping[str, object], parameters: Collection[str]) -> dict[str, Judging]:
+def _judging(values: MutableMapping[str, object], parameters: Collection[str]) -> dict[str, RewardSettings]:
     """Take our keys out of `task.reward` for a task with a parameter `judging`; for other tasks they are its own."""
     reward = values.get("reward")
     if not isinstance(reward, dict) or "judging" not in parameters:
         return {}
-    from trinity_sync.tasks.rewards import Judging  # imports numpy
+    from trinity_sync.tasks.rewards import RewardSettings  # imports numpy
 
-    judging, values["reward"] = Judging.taken_from(reward)
+    judging, values["reward"] = RewardSettings.taken_from(reward)
     return {"judging": judging}
 
 

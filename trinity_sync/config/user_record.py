@@ -28,7 +28,7 @@ _MOST_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recorded:
+class FolderRecord:
     """The record of one folder."""
 
     key: bytes | None = None  # of this user on this host; None: nothing is trusted
@@ -37,7 +37,7 @@ class Recorded:
     modules: Mapping[str, str] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, folder: Path) -> Recorded:
+    def read(cls, folder: Path) -> FolderRecord:
         """Read the record of a folder; an unreadable one trusts nothing."""
         with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
             path = folder / ".hydra" / FILE
@@ -61,7 +61,7 @@ class Recorded:
         return Path(folder) if folder is not None and self.holds("folder", module, folder) else None
 
 
-NOTHING = Recorded()
+NOTHING = FolderRecord()
 
 
 def record(settings: Iterable[tuple[str, object]], modules: Mapping[str, ModuleSource]) -> str | None:

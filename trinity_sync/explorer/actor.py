@@ -21,14 +21,14 @@ import numpy as np
 import ray
 
 from trinity_sync.actors.agent_client import AgentClient
-from trinity_sync.actors.explorer_client import EngineDied, ExplorerProcess, LoadFailed, LoadReport, Produced
+from trinity_sync.actors.explorer_client import EngineDeathError, ExplorerProcess, LoadError, LoadReport, Production
 from trinity_sync.actors.rank_client import Broadcast
 from trinity_sync.actors.synchronizer_client import SynchronizerClient
 from trinity_sync.config import TARGET, build, build_task, dtype_name, load
 from trinity_sync.config.checks import sync_settings
 from trinity_sync.config.lora_settings import adapter_of, travels
 from trinity_sync.config.schema import Config, VllmConfig, VllmServerConfig
-from trinity_sync.errors import ProcessLost, RunError, TrinityError, WaitTimeout, grown
+from trinity_sync.errors import ProcessLoss, RunError, TrinityError, WaitTimeout, grown
 from trinity_sync.explorer.engine import RolloutEngine
 from trinity_sync.host.hardware import peak_memory_with_children
 from trinity_sync.host.logs import own_log, story
@@ -161,15 +161,15 @@ class Explorer:
         story.info("made %d samples for step %d by version %s in %s", len(batch), step, held, took)
         return replace(batch, explorers=np.full(len(batch), self._spec.name))
 
-    def produce(self, work: Sequence[tuple[int, Sequence[Prompt]]], samples_per_prompt: int) -> Produced:
+    def produce(self, work: Sequence[tuple[int, Sequence[Prompt]]], samples_per_prompt: int) -> Production:
         """Load the newest version, unless it is loaded, then generate for prompts of several steps. An engine with
-        `takes_beside` loads further versions at the same time. Raises LoadFailed if a load failed and the version
+        `takes_beside` loads further versions at the same time. Raises LoadError if a load failed and the version
         before is lost; the next call repeats the load.
         """
         report = self._take_newest()
         if not self._engine.takes_beside:
             batches = [self.generate(step, prompts, samples_per_prompt) for step, prompts in work]
-            return Produced(SampleBatch.concatenate(batches), report)
+            return Production(SampleBatch.concatenate(batches), report)
         follower = Follower(self._newer, partial(self._loaded, None), self._holds, self._engine.give_up)
         try:
             with follower:
@@ -178,9 +178,9 @@ class Explorer:
                     with follower.paused():
                         held = self._held_for(step)
                     batches.append(self._generate(step, prompts, samples_per_prompt, held))
-        except LoadFailed as error:
+        except LoadError as error:
             raise error.after(report, follower.loads) from error.__cause__
-        return Produced(SampleBatch.concatenate(batches), report, tuple(follower.loads), follower.failed)
+        return Production(SampleBatch.concatenate(batches), report, tuple(follower.loads), follower.failed)
 
     def _holds(self) -> bool:
         return self._loader is not None and self._loader.held is not None
@@ -200,8 +200,8 @@ class Explorer:
             return self.load(version)
         except Exception as error:  # a newer version may have replaced it, and its files or the lease are gone
             why = error if isinstance(error, TrinityError) else error_text(error)
-            told, lost = f"{self._spec.name} could not load the newest version: {why}", isinstance(error, ProcessLost)
-            raise LoadFailed(told, lost=lost) from error
+            told, lost = f"{self._spec.name} could not load the newest version: {why}", isinstance(error, ProcessLoss)
+            raise LoadError(told, lost=lost) from error
 
     def close(self) -> None:
         """Release the engine's resources outside of this process."""
@@ -217,7 +217,7 @@ def _engine_alive() -> Iterator[None]:
     """End this process if its engine is dead."""
     try:
         yield
-    except EngineDied as error:
+    except EngineDeathError as error:
         story.error("%s; this explorer ends with it", error)
         os._exit(1)
 
@@ -259,7 +259,7 @@ class Follower:
     """Loads each version that is published while its block runs.
 
     After the first failed load it tries no more. If that load has destroyed the weights, it stops the generation, and
-    the block raises `LoadFailed`.
+    the block raises `LoadError`.
 
     Args:
         newer: waits so many seconds for a newer version than the loaded one and returns it; None: the run is over.
@@ -281,7 +281,7 @@ class Follower:
         self._newer, self._load, self._holds, self._give_up = newer, load, holds, give_up
         self._loading = threading.Lock()
         self._over = False
-        self._error: LoadFailed | None = None
+        self._error: LoadError | None = None
         self.loads: list[tuple[float, LoadReport]] = []
         self.failed: str | None = None
 
@@ -300,7 +300,7 @@ class Follower:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Wait for a running load, prevent the next in the block. Raises LoadFailed if one destroyed the weights."""
+        """Wait for a running load, prevent the next in the block. Raises LoadError if one destroyed the weights."""
         with self._loading:
             if self._error is not None:
                 raise self._error
@@ -336,8 +336,8 @@ class Follower:
         if self._over or self._holds():
             self.failed = str(error)
             return
-        lost = isinstance(error, ProcessLost)
-        self._error = error if isinstance(error, LoadFailed) else LoadFailed(str(error), lost=lost)
+        lost = isinstance(error, ProcessLoss)
+        self._error = error if isinstance(error, LoadError) else LoadError(str(error), lost=lost)
         self._error.__cause__ = error.__cause__
         self._give_up()
 

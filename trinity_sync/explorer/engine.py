@@ -39,9 +39,9 @@ class RolloutEngine(ABC):
             side: what the mode may use of the explorer.
             verify: `sync.verify`.
         """
-        from trinity_sync.sync.weight_loader import InPlace
+        from trinity_sync.sync.weight_loader import LiveTensors
 
-        return InPlace(self.destinations(), mode.transport(side), side.layouts, verify)
+        return LiveTensors(self.destinations(), mode.transport(side), side.layouts, verify)
 
     def base_digest(self, wire_dtype: str) -> str | None:
         """Return the version digest of the base, where `destinations` are an adapter; None: they are a whole model.

@@ -18,19 +18,19 @@ import ray
 from ray.actor import ActorHandle
 
 from trinity_sync.actors.agent_client import AgentClient
-from trinity_sync.actors.calls import Call, MemberDied, ended, results
+from trinity_sync.actors.calls import Call, DeathError, ended, results
 from trinity_sync.actors.explorer_client import (
     Beside,
     ExplorerClient,
     ExplorerProcess,
-    Generated,
-    LoadFailed,
+    Generation,
+    LoadError,
     LoadReport,
-    Produced,
+    Production,
 )
 from trinity_sync.actors.pending import failures_logged
 from trinity_sync.actors.synchronizer_client import SynchronizerClient
-from trinity_sync.errors import ConfigError, ProcessLost, RunError, TrinityError, WaitTimeout, grown
+from trinity_sync.errors import ConfigError, ProcessLoss, RunError, TrinityError, WaitTimeout, grown
 from trinity_sync.explorer.actor import Explorer, ExplorerSpec
 from trinity_sync.host.interrupts import REST_S, left
 from trinity_sync.host.logs import story
@@ -50,7 +50,7 @@ _REJOIN_S = 10.0
 Deliver = Callable[[dict[str, ExplorerClient], Version], Delivery]
 
 
-class Alive(NamedTuple):
+class LiveExplorer(NamedTuple):
     """An explorer that outlives its pool."""
 
     handle: ActorHandle
@@ -83,9 +83,9 @@ class ExplorerPool:
         start_timeout_s: float,
         explorer_timeout_s: float,
         on_fault: Callable[[str, str], None],
-        on_generated: Callable[[Generated], None],
+        on_generated: Callable[[Generation], None],
         start_agent: Callable[[str], AgentClient | None] = lambda node: None,
-        kept: Mapping[str, Alive] | None = None,
+        kept: Mapping[str, LiveExplorer] | None = None,
         on_kept: Callable[[str, bool], None] = lambda name, lives: None,
     ) -> None:
         self.spec = spec
@@ -149,12 +149,12 @@ class ExplorerPool:
         self.clients[name] = self._create(name)
         return self.clients[name].start()
 
-    def hand_over(self, but: Callable[[str], bool]) -> dict[str, Alive]:
+    def hand_over(self, but: Callable[[str], bool]) -> dict[str, LiveExplorer]:
         """Give away the connected explorers, except those of some names, and those of the attempt before that have not
         loaded a version since. This pool does not call them any more.
         """
         names = [name for name in self._processes if name not in self._kept and not but(name)]
-        return {name: Alive(self.clients.pop(name).handle, self._processes.pop(name)["pid"]) for name in names}
+        return {name: LiveExplorer(self.clients.pop(name).handle, self._processes.pop(name)["pid"]) for name in names}
 
     def introduce(self, agents: dict[str, AgentClient], base: str | None = None, version_bytes: int = 0) -> None:
         """Set the node agents to which `join` connects explorers one by one, and the bytes of a version."""
@@ -227,7 +227,7 @@ class ExplorerPool:
             began = time.time()
             try:
                 delivery = deliver(missing, version)
-            except MemberDied as death:
+            except DeathError as death:
                 if death.who not in self.clients:
                     raise
                 self._replace(death)
@@ -274,7 +274,7 @@ class ExplorerPool:
             ]
             try:
                 results(calls, self._timeout_s, on_answer=partial(self._on_answer, step, began, finished, journal))
-            except MemberDied as death:
+            except DeathError as death:
                 if death.who not in self.clients:
                     raise
                 self._replace(death)
@@ -284,14 +284,14 @@ class ExplorerPool:
                 continue
             return SampleBatch.concatenate([*finished.values()]).sorted()
 
-    def produce(self, name: str, work: Sequence[tuple[int, Sequence[Prompt]]], samples_per_prompt: int) -> Produced:
+    def produce(self, name: str, work: Sequence[tuple[int, Sequence[Prompt]]], samples_per_prompt: int) -> Production:
         """Have one explorer load the newest version and generate; see `Explorer.produce`. Any thread. Raises
-        LoadFailed: it could not load the newest version. Raises MemberDied if it is dead.
+        LoadError: it could not load the newest version. Raises DeathError if it is dead.
         """
         began = time.time()
         try:
             produced = self.clients[name].produce(work, samples_per_prompt).result(self.work_limit())
-        except LoadFailed as error:
+        except LoadError as error:
             raise error.after(*_timed(error.load, error.beside, began)[:2]) from error
         load, beside, loaded = _timed(produced.load, produced.beside, began)
         self._kept.discard(name)
@@ -340,7 +340,7 @@ class ExplorerPool:
             try:
                 self._restart(name)
                 return True
-            except (MemberDied, WaitTimeout) as error:
+            except (DeathError, WaitTimeout) as error:
                 why = error
         self._forget(name)
         return False
@@ -384,9 +384,9 @@ class ExplorerPool:
             raise RunError(f"{name} cannot be started again: {error}") from error
 
     def _replace(self, death: Exception) -> None:
-        assert isinstance(death, MemberDied)
+        assert isinstance(death, DeathError)
         if not self._may_restart(death.who):
-            raise ProcessLost(
+            raise ProcessLoss(
                 f"{death}. See logs/{death.who}.log. Set explorer.max_restarts above 0 to have explorers restarted"
             ) from death
         self._on_fault(death.who, str(death))
@@ -404,9 +404,9 @@ def _error_of(call: Call[str]) -> TrinityError | None:
     return None
 
 
-def _generated(explorer: str, step: int, version: int, began: float, ended: float) -> Generated:
+def _generated(explorer: str, step: int, version: int, began: float, ended: float) -> Generation:
     total_s = max(0.0, ended - began)
-    return Generated(explorer=explorer, step=step, version=version, began=began, total_s=total_s)
+    return Generation(explorer=explorer, step=step, version=version, began=began, total_s=total_s)
 
 
 def _timed(load: LoadReport | None, beside: Beside, began: float) -> tuple[LoadReport | None, Beside, float]:

@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from trinity_sync.actors.calls import MemberDied
-from trinity_sync.actors.explorer_client import LOAD_TRIES, Beside, LoadFailed, LoadReport, Produced
-from trinity_sync.errors import ProcessLost, RunError, WaitTimeout
+from trinity_sync.actors.calls import DeathError
+from trinity_sync.actors.explorer_client import LOAD_TRIES, Beside, LoadError, LoadReport, Production
+from trinity_sync.errors import ProcessLoss, RunError, WaitTimeout
 from trinity_sync.explorer.pool import ExplorerPool
 from trinity_sync.host import interrupts
 from trinity_sync.protocol.versions import Version
-from trinity_sync.samples.advantages import Drawn, GroupFilter, Judge
+from trinity_sync.samples.advantages import DrawnGroups, GroupFilter, Judge
 from trinity_sync.samples.batch import PairBatch, SampleBatch
-from trinity_sync.samples.journal import Journal, Taken
+from trinity_sync.samples.journal import Journal, UpdateGroupIds
 from trinity_sync.samples.metrics import Line, excerpt
 from trinity_sync.samples.position import GroupId, Numbering, Position, SavedPosition
 from trinity_sync.samples.queue import GroupQueue, QueueRules, ReadyGroup, UpdateGroups
@@ -61,7 +61,7 @@ class RolloutData:
         self._judge = judge
         self._filter = group_filter
         self._following = numbering
-        self._drawn: Drawn | None = None
+        self._drawn: DrawnGroups | None = None
         self._prompts: tuple[int, Sequence[Prompt]] = (0, ())
 
     def batch(self, step: int) -> SampleBatch:
@@ -84,7 +84,7 @@ class RolloutData:
         journal = self._journal.of_step(step, self._digest) if self._journal is not None and self._digest else None
         return self._pool.generate(step, prompts, self._samples_per_prompt, self._mode.deliver, journal=journal)
 
-    def drawn(self) -> Drawn | None:
+    def drawn(self) -> DrawnGroups | None:
         return self._drawn
 
     def advantages(self, batch: SampleBatch) -> np.ndarray:
@@ -183,7 +183,7 @@ class FreeRollout:
         journal: Journal | None = None,
     ) -> None:
         self._filter = group_filter
-        self._drawn: Drawn | None = None
+        self._drawn: DrawnGroups | None = None
         self._validations = validations
         self._task = task
         self._pool = pool
@@ -249,7 +249,7 @@ class FreeRollout:
                     raise WaitTimeout(who, f"make the samples of step {step}", self._timeout_s)
                 self._changed.wait(left)
         if self._journal is not None and not repeats:
-            self._journal.took(step, Taken(*([one.group for one in part] for part in taken)))
+            self._journal.took(step, UpdateGroupIds(*([one.group for one in part] for part in taken)))
         if self._filter is not None:
             self._drawn = _drawn(taken)
             self._filter.check_filled(step, self._drawn.filled, self._drawn.groups)
@@ -283,7 +283,7 @@ class FreeRollout:
             self._queue.restore(ready.group, ready.version_step, ready.samples, flat=flat)
         self._finished = []
 
-    def drawn(self) -> Drawn | None:
+    def drawn(self) -> DrawnGroups | None:
         """Return all groups used up for the last batch; None: they are the batch."""
         return self._drawn
 
@@ -354,7 +354,7 @@ class FreeRollout:
     def _join(self, name: str) -> Exception | None:
         try:
             self._pool.join(name)
-        except (MemberDied, WaitTimeout) as error:
+        except (DeathError, WaitTimeout) as error:
             return error
         return None
 
@@ -370,14 +370,14 @@ class FreeRollout:
             try:
                 with self._inside(name):
                     produced = self._pool.produce(name, prompts, self._samples_per_prompt)
-            except LoadFailed as error:
+            except LoadError as error:
                 failures += 1
                 self._report_loads(error.load, error.beside)
                 self._give_back(name)
                 if failures == LOAD_TRIES:
                     return error
                 self._report(name, str(error))
-            except (MemberDied, WaitTimeout) as error:
+            except (DeathError, WaitTimeout) as error:
                 self._give_back(name)
                 return error
             else:
@@ -394,7 +394,7 @@ class FreeRollout:
         try:
             with self._inside(name):
                 self._validations.run(name, step, self._note_progress)
-        except (MemberDied, WaitTimeout) as error:
+        except (DeathError, WaitTimeout) as error:
             return error
         finally:
             self._note_progress()
@@ -433,7 +433,7 @@ class FreeRollout:
                 self._prompts[step] = prompts_of(self._task, self._queue.numbering, step)
             return self._prompts[step]
 
-    def _deliver(self, produced: Produced) -> None:
+    def _deliver(self, produced: Production) -> None:
         batch = produced.batch
         pieces = {
             GroupId(int(step), int(prompt)): np.flatnonzero((batch.steps == step) & (batch.prompts == prompt))
@@ -487,8 +487,8 @@ class FreeRollout:
         if left:
             self._report(name, f"{why}; the run goes on with {', '.join(left)}. {hint}")
         elif not restarting:
-            is_lost = isinstance(why, ProcessLost) or (isinstance(why, LoadFailed) and why.lost)
-            none_left = (ProcessLost if is_lost else RunError)(f"{why}, and no other explorer is left. {hint}")
+            is_lost = isinstance(why, ProcessLoss) or (isinstance(why, LoadError) and why.lost)
+            none_left = (ProcessLoss if is_lost else RunError)(f"{why}, and no other explorer is left. {hint}")
             none_left.__cause__ = why
             self.fail(none_left)
         return False
@@ -509,10 +509,10 @@ class FreeRollout:
                 self._busy.discard(name)
 
 
-def _drawn(taken: UpdateGroups[_Piece]) -> Drawn:
+def _drawn(taken: UpdateGroups[_Piece]) -> DrawnGroups:
     filled, left_out = len(taken.filled), len(taken.left_out)
     groups = [*taken.groups, *taken.filled, *taken.left_out]
-    return Drawn(_assemble(groups), len(groups), flat=filled + left_out, filled=filled, surplus=0)
+    return DrawnGroups(_assemble(groups), len(groups), flat=filled + left_out, filled=filled, surplus=0)
 
 
 def _assemble(groups: Sequence[ReadyGroup[_Piece]]) -> SampleBatch:

@@ -12,10 +12,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from trinity_sync.actors.calls import MemberDied
+from trinity_sync.actors.calls import DeathError
 from trinity_sync.actors.explorer_client import LOAD_TRIES, LoadReport
 from trinity_sync.actors.synchronizer_client import SynchronizerClient
-from trinity_sync.errors import ProcessLost, RunError, TrinityError, WaitTimeout
+from trinity_sync.errors import ProcessLoss, RunError, TrinityError, WaitTimeout
 from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.metrics import Line, ValidationAnswers, ValidationTimes
@@ -201,7 +201,7 @@ class VersionValidations:
 
     def run(self, name: str, step: int, progress: Callable[[], None]) -> None:
         """Have an explorer validate the version that `hand_out` gave it; calls `progress` after each request. Raises
-        MemberDied, WaitTimeout: the explorer is lost; the validation waits for another.
+        DeathError, WaitTimeout: the explorer is lost; the validation waits for another.
         """
         version, began = Version(self._attempt, step), time.monotonic()
         try:
@@ -212,7 +212,7 @@ class VersionValidations:
             for prompts in in_pieces(self._prompts, each, settings.at_a_time):
                 batches.append(self._pool.answer(name, version, prompts, each, settings.drawing))
                 self._note(progress)
-        except (MemberDied, WaitTimeout) as error:
+        except (DeathError, WaitTimeout) as error:
             if self._open_again(step):
                 self._on_fault(name, f"version {version} is to be validated once more: {error}")
             raise
@@ -233,7 +233,7 @@ class VersionValidations:
         """Have an explorer load a version; False: it could not, and the validation is retried or given up."""
         try:
             report = self._pool.take(name, version)
-        except ProcessLost:
+        except ProcessLoss:
             raise
         except RunError as error:
             self._failures[version.step] += 1

@@ -1,7 +1,7 @@
 """An engine that samples and scores with vLLM, inside the explorer actor.
 
 vLLM runs in processes of its own: an engine core, and workers that hold the weights. Its front end runs here, in the
-event loop of a thread. When one of these processes dies, the explorer ends too (`EngineDied`).
+event loop of a thread. When one of these processes dies, the explorer ends too (`EngineDeathError`).
 """
 
 from __future__ import annotations

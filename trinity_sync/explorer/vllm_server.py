@@ -1,7 +1,7 @@
 """An engine that samples and scores with a vLLM server started by the user, inside the explorer actor.
 
 vLLM need not be installed on the explorer's node. When the server dies, or holds other weights than it was given, the
-explorer ends too (`EngineDied`); its successor waits for the server.
+explorer ends too (`EngineDeathError`); its successor waits for the server.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from trinity_sync.explorer.texts import (
 )
 from trinity_sync.host.logs import story
 from trinity_sync.integrations.vllm import BACKEND
-from trinity_sync.integrations.vllm.server import HttpControl, Json, Server, lock_server
+from trinity_sync.integrations.vllm.server import HttpControl, Json, ServerClient, lock_server
 from trinity_sync.integrations.vllm.target import FileTarget, WorkerTarget
 from trinity_sync.weights.shards import listed
 from trinity_sync.weights.tensors import rounds
@@ -70,7 +70,7 @@ class VLLMServerEngine(VLLMBase):
         super().__init__(model_path, **settings)
         self._shapes = self._tensor_shapes()
         self._url = url.rstrip("/")
-        self._server = Server(self._url, timeout_s * _SHARE)
+        self._server = ServerClient(self._url, timeout_s * _SHARE)
         self._server.wait_up(start_timeout_s * _SHARE)
         self._facts = self._server.facts()
         self._check_facts(settings["dtype"])
@@ -98,7 +98,7 @@ class VLLMServerEngine(VLLMBase):
     def target(self, mode: SyncMode, side: ExplorerSide, verify: str) -> WeightTarget:
         """Return the server's workers, where it has the plug-in; else files that the server reloads."""
         self._drop_target()
-        self._control = HttpControl(Server(self._url, side.timeout_s))
+        self._control = HttpControl(ServerClient(self._url, side.timeout_s))
         if self._facts.backend != BACKEND:
             story.info("%s reloads versions from files", self._server.who)
             return FileTarget(self._control, tensors=self._shapes, mode=mode, side=side, verify=verify)

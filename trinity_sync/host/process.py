@@ -38,13 +38,13 @@ def small_actor(cls: type, *args: object, **kwargs: object) -> type:
     travel with the class, because receiving them would already trigger the import.
     """
 
-    class Small(cls):
+    class SmallActor(cls):
         def __init__(self) -> None:
             sys.modules.setdefault("pyarrow", None)  # type: ignore[arg-type]
             super().__init__(*args, **kwargs)
 
-    Small.__name__, Small.__qualname__, Small.__doc__ = cls.__name__, cls.__qualname__, cls.__doc__
-    return Small
+    SmallActor.__name__, SmallActor.__qualname__, SmallActor.__doc__ = cls.__name__, cls.__qualname__, cls.__doc__
+    return SmallActor
 
 
 @contextmanager

@@ -56,7 +56,7 @@ class _Output:
         return getattr(self._stream, name)
 
 
-class _Plain(_Output):
+class _PlainOutput(_Output):
     """A stream that escapes control characters and masks hidden texts.
 
     Rich, which needs control sequences for its colours, writes to the stream below; see `tracking.console`.
@@ -87,10 +87,10 @@ def open_missing() -> None:
 def safe_streams() -> Iterator[None]:
     """Make stdout and stderr raise no error and escape foreign text, within the block and blocks inside it."""
     before = sys.stdout, sys.stderr
-    if isinstance(sys.stdout, _Plain):
+    if isinstance(sys.stdout, _PlainOutput):
         yield
         return
-    sys.stdout, sys.stderr = _Plain(before[0]), _Plain(before[1])
+    sys.stdout, sys.stderr = _PlainOutput(before[0]), _PlainOutput(before[1])
     try:
         yield
     finally:

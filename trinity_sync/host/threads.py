@@ -73,12 +73,12 @@ PATIENCE = 0.25
 _here = threading.local()
 
 
-class Yielding:
+class BackgroundWork:
     """Lets the `piece` calls of the thread that enters it yield the processor to training.
 
     Usage::
 
-        with Yielding(patience_s=75.0) as work:     # another thread: work.hurry()
+        with BackgroundWork(patience_s=75.0) as work:     # another thread: work.hurry()
             for data in source: piece(lambda: write(data))
 
     Args:
@@ -102,7 +102,7 @@ class Yielding:
             with suppress(OSError):  # no privileges, or it has ended
                 os.sched_setscheduler(maker, policy, os.sched_param(0))
 
-    def __enter__(self) -> Yielding:
+    def __enter__(self) -> BackgroundWork:
         _here.yielding = self
         self._policy = os.sched_getscheduler(0) if hasattr(os, "sched_getscheduler") else None
         return self
@@ -140,8 +140,8 @@ class Yielding:
 
 
 def piece(work: Callable[[], T]) -> T:
-    """Make a call that takes milliseconds; it yields if a `Yielding` is entered on this thread."""
-    yielding: Yielding | None = getattr(_here, "yielding", None)
+    """Make a call that takes milliseconds; it yields if a `BackgroundWork` is entered on this thread."""
+    yielding: BackgroundWork | None = getattr(_here, "yielding", None)
     return work() if yielding is None else yielding._make(work)  # type: ignore[return-value]
 
 

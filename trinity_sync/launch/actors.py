@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from trinity_sync.actors.monitor_client import EventLine, MonitorClient
-from trinity_sync.actors.pending import Pending
+from trinity_sync.actors.pending import PendingCall
 from trinity_sync.checkpoint import CheckpointCoordinator, CheckpointMonitor
 from trinity_sync.checkpoint.folder import resume_point
 from trinity_sync.checkpoint.folder.contents import Base, read_manifest
@@ -37,7 +37,7 @@ from trinity_sync.host.interrupts import REST_S, interrupted, left, shielded
 from trinity_sync.host.logs import story
 from trinity_sync.launch.cluster import Cluster
 from trinity_sync.launch.kept_explorers import KeptExplorers
-from trinity_sync.launch.row_scan import NOTHING, Scanned
+from trinity_sync.launch.row_scan import NOTHING, ScannedTask
 from trinity_sync.launch.start import Start
 from trinity_sync.protocol.parts import MANIFEST, VersionBytes
 from trinity_sync.tracking.events import Event, FaultEvent, OtherEvent, parse_event
@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from trinity_sync.actors.rank_client import RankClient, RankInfo
     from trinity_sync.actors.synchronizer_client import SynchronizerClient
     from trinity_sync.explorer.pool import ExplorerPool
-    from trinity_sync.protocol.parts import Compared, LeftOut
+    from trinity_sync.protocol.parts import Reference, Remainder
     from trinity_sync.sync.node_agent import AgentConfig
     from trinity_sync.trainer.group import TrainerGroup
     from trinity_sync.trainer.worker_spec import WorkerSpec
@@ -64,10 +64,10 @@ _PEAK_MEMORY_S = 5.0
 """Timeout for the actors' memory figures at the end of a run."""
 
 
-class _Measured(Protocol):
+class _MemoryReporter(Protocol):
     """A client of an actor that reports its memory."""
 
-    def memory(self) -> Pending[Mapping[str, object]]: ...
+    def memory(self) -> PendingCall[Mapping[str, object]]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,7 +82,7 @@ class Preparation:
     recorder: Recorder
     last_step: int
     stop: threading.Event  # once set, the current step is the last
-    scanned: Scanned = NOTHING
+    scanned: ScannedTask = NOTHING
     owner: Owner | None = None
     mirror: RunMirror | None = None
     store: RunMirror | None = None
@@ -133,8 +133,8 @@ class Actors:
         self._worker = worker
         self._logs = str(folder.logs)
         self._relay: EventRelay | None = None
-        self._reference_before: Compared | None = None
-        self._roles: dict[str, Callable[[], Iterable[_Measured]]] = {}
+        self._reference_before: Reference | None = None
+        self._roles: dict[str, Callable[[], Iterable[_MemoryReporter]]] = {}
         self.explores = algorithm_of(self._cfg.algorithm).explores
         self.free = cfg.trainer.schedule == "free"
         self.pool: ExplorerPool | None = None
@@ -229,7 +229,7 @@ class Actors:
         return None if read is None else Base(read.digest, self.model_path, wire=read.wire, adapter=adapter)
 
     @property
-    def left_out(self) -> LeftOut | None:
+    def left_out(self) -> Remainder | None:
         """Tensors that exports take from the model's folder, as the engine does not use them, if there are any."""
         found = self.infos[0].left_out
         if found is None:
@@ -237,12 +237,12 @@ class Actors:
         return {"path": found.folder, "names": found.names, "digest": found.digest, "tower": found.tower}
 
     @property
-    def reference(self) -> Compared | None:
+    def reference(self) -> Reference | None:
         """The reference model of the policy, now or in an earlier attempt, if there is one."""
         return self._reference or self._reference_before
 
     @property
-    def _reference(self) -> Compared | None:
+    def _reference(self) -> Reference | None:
         digest, path, base = self.infos[0].reference, self._spec.reference, self.base
         if digest is not None and path is not None:
             return {"path": _absolute(path), "digest": digest}
@@ -477,7 +477,7 @@ class EventRelay:
 
     def __init__(self, monitor: MonitorClient, sink: Callable[[Event], None]) -> None:
         self._monitor, self._sink = monitor, sink
-        self._asked: Pending[list[EventLine]] | None = None
+        self._asked: PendingCall[list[EventLine]] | None = None
         self._fetched: deque[EventLine] = deque()
         self._answered = False
         self._closed = threading.Event()

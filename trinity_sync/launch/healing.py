@@ -12,9 +12,9 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from trinity_sync.actors.pending import MemberDied, Unanswered
+from trinity_sync.actors.pending import DeathError, NoAnswerError
 from trinity_sync.config import Config, RunConfig
-from trinity_sync.errors import ConfigError, ProcessLost, RunError, TrinityError, WaitTimeout
+from trinity_sync.errors import ConfigError, ProcessLoss, RunError, TrinityError, WaitTimeout
 from trinity_sync.host.interrupts import failing_of_it
 from trinity_sync.host.masking import without_hidden
 from trinity_sync.host.origin import origin
@@ -36,7 +36,7 @@ from trinity_sync.tracking.run_record import (
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reached:
+class AttemptProgress:
     """How far an attempt came before it failed."""
 
     attempt: int
@@ -46,7 +46,7 @@ class Reached:
     last: int  # the last one that it planned
 
     @classmethod
-    def of(cls, run_dir: Path, checkpoints: Path, *, attempt: int, began: int, last: int) -> Reached:
+    def of(cls, run_dir: Path, checkpoints: Path, *, attempt: int, began: int, last: int) -> AttemptProgress:
         """Read it from the record of the run."""
         lines = read_last(run_dir / "metrics.jsonl", 1)
         steps = [step for line in lines if (step := metrics_step(line)) is not None]
@@ -54,7 +54,7 @@ class Reached:
         return cls(attempt=attempt, began=began, step=max([began, *steps]), committed=committed, last=last)
 
 
-class Healing:
+class RestartPolicy:
     """Decides by the type of an error whether a run goes on after it, and counts the restarts.
 
     Args:
@@ -91,7 +91,7 @@ class Healing:
         self._attempt, self._did_step, self._saved = -1, False, False
 
     @classmethod
-    def of(cls, cfg: Config) -> Healing:
+    def of(cls, cfg: Config) -> RestartPolicy:
         """Make that of a run."""
         limits = cfg.trainer.max_restarts, cfg.trainer.restart_window_s, cfg.backend.timeout_s
         return cls(*limits, driver=supervision.driver())
@@ -126,8 +126,8 @@ class Healing:
         self._restarts = [(at, step) for at, step in self._driver.before["restarts"]]
         self._story = [*self._driver.before["story"]]
         for death in self._driver.deaths:
-            reached = Reached.of(run_dir, checkpoints, attempt=record["attempt"], began=began, last=last)
-            error = ProcessLost(f"{death['died']} ({said})" if said else death["died"])
+            reached = AttemptProgress.of(run_dir, checkpoints, attempt=record["attempt"], began=began, last=last)
+            error = ProcessLoss(f"{death['died']} ({said})" if said else death["died"])
             then = self.judge(error, reached, death["time"])
             if then is None:
                 told = self.story(error) or str(error)
@@ -144,7 +144,7 @@ class Healing:
         """As `judge`; a record that cannot be read ends the run."""
         told = None
         with contextlib.suppress(TrinityError, OSError):
-            reached = Reached.of(folder.path, start.checkpoints, attempt=attempt, began=start.step, last=last)
+            reached = AttemptProgress.of(folder.path, start.checkpoints, attempt=attempt, began=start.step, last=last)
             told = self.judge(error, reached, since)
         if told is not None:
             self.begun(folder.path, attempt + 1)  # which this process may write to run.json and die
@@ -152,7 +152,7 @@ class Healing:
             self._driver.over()  # before Ray ends, which may end this process
         return told
 
-    def judge(self, error: BaseException, reached: Reached, since: float | None = None) -> str | None:
+    def judge(self, error: BaseException, reached: AttemptProgress, since: float | None = None) -> str | None:
         """Decide whether the run goes on after an error that ends an attempt. `since`: when it was met, if that was
         before. Returns what to tell the user then, None: the run ends.
         """
@@ -185,10 +185,10 @@ class Healing:
         """Return whether a process has died or hangs, and not by the user's own code or settings."""
         if origin(error) is not None:
             return False
-        if isinstance(error, Unanswered):
+        if isinstance(error, NoAnswerError):
             return self._worked and error.seconds >= self._silent_s
         # a process that misses its first start may never start, for example with too few processors
-        return isinstance(error, ProcessLost) and (self._worked or not isinstance(error, WaitTimeout))
+        return isinstance(error, ProcessLoss) and (self._worked or not isinstance(error, WaitTimeout))
 
     def heals(self, error: BaseException | None) -> bool:
         """Return whether the run goes on after this error, as judged."""
@@ -228,7 +228,7 @@ class Healing:
 
 def _is_of_memory(error: BaseException | None) -> bool:
     """Return whether Ray has ended a process for want of memory, by an error or its causes."""
-    while error is not None and not (isinstance(error, MemberDied) and error.of_memory):
+    while error is not None and not (isinstance(error, DeathError) and error.of_memory):
         error = error.__cause__
     return error is not None
 
@@ -254,7 +254,7 @@ def run(
     """
     from trinity_sync.launch import launcher
 
-    healing, used = Healing.of(config.settings), [config]
+    healing, used = RestartPolicy.of(config.settings), [config]
 
     def saved(counted: RunConfig) -> AbstractContextManager[None]:
         used[0] = counted  # the files of `trainer.total_epochs` may grow: further attempts have the same steps

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from trinity_sync.config import build, retention_policies
 from trinity_sync.config.checks import sync_settings
-from trinity_sync.errors import ProcessLost, grown
+from trinity_sync.errors import ProcessLoss, grown
 from trinity_sync.host import interrupts
 from trinity_sync.launch import sample_source
 from trinity_sync.launch.actors import Actors, Setup
@@ -75,7 +75,7 @@ class Job:
             with contextlib.suppress(Exception):
                 saves.settle(interrupts.left(_SETTLE_S, interrupts.REST_S))
             # the next attempt takes up the copies again
-            heals = isinstance(error, ProcessLost) and self._cfg.trainer.max_restarts > 0
+            heals = isinstance(error, ProcessLoss) and self._cfg.trainer.max_restarts > 0
             with contextlib.suppress(Exception):
                 self._finish_copies(at_once=heals or isinstance(error, KeyboardInterrupt))
             raise

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from trinity_sync.explorer.actor import ExplorerSpec
-    from trinity_sync.explorer.pool import Alive, ExplorerPool
+    from trinity_sync.explorer.pool import ExplorerPool, LiveExplorer
 
 
 class KeptExplorers:
@@ -18,7 +18,7 @@ class KeptExplorers:
 
     def __init__(self, after: Callable[[BaseException], bool]) -> None:
         self._after = after
-        self._alive: dict[str, Alive] = {}
+        self._alive: dict[str, LiveExplorer] = {}
         self._spec: ExplorerSpec | None = None
         self._connection: str | None = None  # to Ray, by which the handles can be used
 
@@ -33,7 +33,7 @@ class KeptExplorers:
         """Return their processes."""
         return [one.pid for one in self._alive.values()]
 
-    def take(self, spec: ExplorerSpec) -> dict[str, Alive]:
+    def take(self, spec: ExplorerSpec) -> dict[str, LiveExplorer]:
         """Give them, by name, to an attempt whose explorers have this spec; those of another one end."""
         if self._spec is None or replace(self._spec, member=spec.member) != spec:
             self.close()

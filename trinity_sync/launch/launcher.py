@@ -34,7 +34,7 @@ from trinity_sync.launch.cluster import ClusterMetrics, cluster, has_gpus
 from trinity_sync.launch.job import Job
 from trinity_sync.launch.kept_explorers import KeptExplorers
 from trinity_sync.launch.machine import SOCKET_BYTES, check_room, socket_room
-from trinity_sync.launch.row_scan import Scanned, note, scanned_task
+from trinity_sync.launch.row_scan import ScannedTask, note, scanned_task
 from trinity_sync.launch.start import (
     STORE,
     Resume,
@@ -69,7 +69,7 @@ _TIDY_S = 1.0
 
 
 class Healer(Protocol):
-    """Decides whether another attempt follows a failed one; `healing.Healing`. `kept`: explorers kept until then."""
+    """Decides whether an attempt follows a failed one; `healing.RestartPolicy`. `kept`: explorers kept until then."""
 
     kept: KeptExplorers
 
@@ -175,7 +175,7 @@ class LookResult(NamedTuple):
     """What the checks before a start have made."""
 
     config: RunConfig  # with the number of steps
-    scanned: Scanned
+    scanned: ScannedTask
     trackers: Sequence[Tracker]
     start: Start | None  # of a new run
 

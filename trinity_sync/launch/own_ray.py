@@ -283,21 +283,21 @@ def start_ray(limit_s: float, **options: object) -> None:
             return
         except Exception as error:
             ray.shutdown()
-            dead += isinstance(error, _DiedError)
-            again = dead < _MOST_DEAD if isinstance(error, _DiedError) else "timed out" in str(error)
+            dead += isinstance(error, _RayDeathError)
+            again = dead < _MOST_DEAD if isinstance(error, _RayDeathError) else "timed out" in str(error)
             if again and time.monotonic() < deadline:
                 continue
             raise RunError(f"Ray did not start: {first_line(error)}") from error
 
 
-class _DiedError(Exception):
+class _RayDeathError(Exception):
     """One of Ray's own processes has died while Ray was starting."""
 
 
 @contextlib.contextmanager
 def _processes_looked_after() -> Iterator[None]:
     """Within the block, shield Ray's own processes from this program's signals, and fail the start as soon as one of
-    them dies, for which Ray would wait. An error kills all of them. Raises _DiedError: with the reason.
+    them dies, for which Ray would wait. An error kills all of them. Raises _RayDeathError: with the reason.
     """
     from ray._private import node, services
 
@@ -314,7 +314,7 @@ def _processes_looked_after() -> Iterator[None]:
     def look() -> None:
         for kind, running, printed in started:
             if (code := running.poll()) is not None:
-                raise _DiedError(f"its {kind} {_end_of(code, printed)}")
+                raise _RayDeathError(f"its {kind} {_end_of(code, printed)}")
 
     def wait_for_port(*args: object, timeout_ms: int) -> object:
         deadline = time.monotonic() + timeout_ms / 1000

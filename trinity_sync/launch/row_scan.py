@@ -55,7 +55,7 @@ class RowCounts(NamedTuple):
     policy: str  # `task.too_long`
 
 
-class Scanned(NamedTuple):
+class ScannedTask(NamedTuple):
     """A task whose rows were checked."""
 
     task: Any  # the run's task, if it has one
@@ -64,7 +64,7 @@ class Scanned(NamedTuple):
     validation: Sequence[Item]  # the validation's prompts or rows, checked as well
 
 
-NOTHING = Scanned(None, None, ())
+NOTHING = ScannedTask(None, None, ())
 """Of a run without a task."""
 
 
@@ -94,7 +94,7 @@ class _ScanRequest:
     rows: list[tuple[str, Item]]  # places and rows
 
 
-class _Found(NamedTuple):
+class _ScanAnswer(NamedTuple):
     """The child's answer: numbers of the rows that are too long, from 0, and notes about the model."""
 
     counts: RowCounts | None
@@ -108,7 +108,7 @@ class _UnreadableModel(NamedTuple):
     reason: str
 
 
-def scanned_task(cfg: Config) -> Scanned:
+def scanned_task(cfg: Config) -> ScannedTask:
     """Build a run's task and look through its rows. Called by the driver, before Ray is started."""
     if cfg.workload.kind == "bytes":
         return NOTHING
@@ -119,12 +119,12 @@ def scanned_task(cfg: Config) -> Scanned:
         note(f"task.reward: {failed}") if failed else None
     validating = validation_task(cfg)
     if validating is None:
-        return Scanned(task, counts, ())
+        return ScannedTask(task, counts, ())
     if hasattr(validating, "all_rows"):
         _look_through(cfg, validating, section(cfg.task, "validation"))
     items = validation_items(cfg, validating)
     _tell_shared(cfg, task, validating, len(items))
-    return Scanned(task, counts, items)
+    return ScannedTask(task, counts, items)
 
 
 def _tell_shared(cfg: Config, task: Any, validating: Any, count: int) -> None:
@@ -215,7 +215,7 @@ def note(text: str) -> None:
     print(f"note: {text}", file=sys.stderr)
 
 
-def _ask(request: _ScanRequest, path: str) -> _Found | _UnreadableModel:
+def _ask(request: _ScanRequest, path: str) -> _ScanAnswer | _UnreadableModel:
     with start_child(__name__, None, _MESSAGE_S) as child:
         try:
             child.channel.send(request)
@@ -225,14 +225,14 @@ def _ask(request: _ScanRequest, path: str) -> _Found | _UnreadableModel:
             raise RunError(f"the process that checks the rows of {path} has ended ({status})") from error
 
 
-def _answer(channel: Channel, path: str, rows: int) -> _Found | _UnreadableModel:
+def _answer(channel: Channel, path: str, rows: int) -> _ScanAnswer | _UnreadableModel:
     told = time.monotonic()
     while channel.poll(_LIMIT_S):
         message = channel.recv()
         if isinstance(message, TrinityError):
             raise message
         if not isinstance(message, int):
-            return cast("_Found | _UnreadableModel", message)
+            return cast("_ScanAnswer | _UnreadableModel", message)
         if time.monotonic() - told > _TELL_S and message < rows:
             told = time.monotonic()
             note(f"looking through {path}: {message} of {rows} rows")
@@ -258,7 +258,7 @@ def serve(descriptor: int) -> None:
         connection.send(answer)
 
 
-def _look(request: _ScanRequest, tell: Callable[[int], None]) -> _Found | _UnreadableModel:
+def _look(request: _ScanRequest, tell: Callable[[int], None]) -> _ScanAnswer | _UnreadableModel:
     from trinity_sync.tasks.encoding import PairEncoder, PromptEncoder
 
     try:
@@ -273,7 +273,7 @@ def _look(request: _ScanRequest, tell: Callable[[int], None]) -> _Found | _Unrea
             "explorers do not; 0 in its config.json turns it off"
         )
     if not request.rows:
-        return _Found(None, [], notes)
+        return _ScanAnswer(None, [], notes)
     kind = PromptEncoder if request.prompts else PairEncoder
     encoder = cast(_Encoder, kind.of_task(request.task, tokens))
     least = _at_least(request, encoder)
@@ -351,7 +351,7 @@ def _tokens(request: _ScanRequest) -> ModelTokens:
     return read_tokens(request.model_path, trust_remote_code=request.trust_remote_code)
 
 
-def _judged(request: _ScanRequest, encoder: _Encoder, lengths: Sequence[int], notes: list[str]) -> _Found:
+def _judged(request: _ScanRequest, encoder: _Encoder, lengths: Sequence[int], notes: list[str]) -> _ScanAnswer:
     """Apply the policy to rows with these lengths in tokens."""
     policy = str(request.task.get("too_long", "refuse"))
     limit = encoder.limit
@@ -365,4 +365,4 @@ def _judged(request: _ScanRequest, encoder: _Encoder, lengths: Sequence[int], no
         )
     if len(too_long) == len(lengths) and policy == "filter":
         raise ConfigError(f"task.too_long is filter, but all {len(lengths)} rows are too long; {encoder.limit_text}")
-    return _Found(RowCounts(len(lengths), len(too_long), longest, policy), too_long, notes)
+    return _ScanAnswer(RowCounts(len(lengths), len(too_long), longest, policy), too_long, notes)

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from trinity_sync.explorer.rollout import FreeRollout, NoData, RolloutData
     from trinity_sync.explorer.validation import Validation, ValidationSettings, VersionValidations
     from trinity_sync.launch.actors import Preparation
-    from trinity_sync.launch.row_scan import Scanned
+    from trinity_sync.launch.row_scan import ScannedTask
     from trinity_sync.samples.advantages import GroupFilter, Judge
     from trinity_sync.samples.batch import PairBatch
     from trinity_sync.samples.journal import Journal
@@ -67,13 +67,13 @@ class _Groups:
 
     @classmethod
     def of(cls, cfg: Config) -> _Groups:
-        from trinity_sync.samples.advantages import GroupFilter, Overlong, group_advantages
+        from trinity_sync.samples.advantages import GroupFilter, LengthPenalty, group_advantages
 
         keys = vars(cfg.algorithm)
         overlong, group_filter = None, None
         if (given := keys.get("overlong")) is not None and (penalty := _section(given, OverlongConfig)).buffer:
             longest = cast(int, cfg.task["response_length"])
-            overlong = Overlong(longest=longest, buffer=penalty.buffer, penalty=penalty.penalty)
+            overlong = LengthPenalty(longest=longest, buffer=penalty.buffer, penalty=penalty.penalty)
         if (given := keys.get("filter_groups")) is not None and (rules := _section(given, FilterGroupsConfig)).enable:
             group_filter = GroupFilter(
                 wanted=keys["prompts_per_step"],
@@ -207,7 +207,7 @@ def _batch_size(cfg: Config) -> int:
 
 
 def validation_of(
-    cfg: Config, scanned: Scanned, times: ValidationTimes, pool: ExplorerPool, publisher: Publisher
+    cfg: Config, scanned: ScannedTask, times: ValidationTimes, pool: ExplorerPool, publisher: Publisher
 ) -> Validation | None:
     """Make the validation in which explorers answer prompts between steps; None: there are no prompts."""
     if not scanned.validation:
@@ -232,7 +232,7 @@ def _validation_settings(cfg: Config, times: ValidationTimes) -> ValidationSetti
 
 def loss_validation_of(
     cfg: Config,
-    scanned: Scanned,
+    scanned: ScannedTask,
     times: ValidationTimes,
     *,
     model_path: str,
@@ -270,7 +270,7 @@ def validation_times(cfg: Config, start: Start, metrics: Path, last_step: int) -
 
 def version_validations_of(
     cfg: Config,
-    scanned: Scanned,
+    scanned: ScannedTask,
     times: ValidationTimes,
     *,
     start: Start,

@@ -240,13 +240,13 @@ def beside_others(hydra: HydraConf) -> Iterator[None]:
     group = os.getpgrp()
     os.setpgid(0, 0)
     try:
-        with redirect_stdout(_Prefixed(f"job {hydra.job.num}  ", sys.stdout)):
+        with redirect_stdout(_PrefixWriter(f"job {hydra.job.num}  ", sys.stdout)):
             yield
     finally:
         os.setpgid(0, group)
 
 
-class _Prefixed(io.TextIOBase):
+class _PrefixWriter(io.TextIOBase):
     """Writes whole lines, each with a prefix."""
 
     def __init__(self, prefix: str, out: TextIO) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from trinity_sync.errors import ConfigError
 from trinity_sync.models.files import INDEX, IndexedFile, index_of
-from trinity_sync.weights.saved_views import Saved
+from trinity_sync.weights.saved_views import SavedTensor
 from trinity_sync.weights.shards import listed
 from trinity_sync.weights.tensors import tower
 
@@ -33,7 +33,7 @@ class LeftOutNames(NamedTuple):
     tower: tuple[str, ...] = ()  # of the vision tower
 
 
-def left_out(folder: Path, model: PreTrainedModel, saved: Mapping[str, Saved]) -> LeftOutNames:
+def left_out(folder: Path, model: PreTrainedModel, saved: Mapping[str, SavedTensor]) -> LeftOutNames:
     """Return names of the tensors of a folder that are in no version. `model`: made from the folder's config, on the
     meta device.
     """

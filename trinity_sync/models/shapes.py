@@ -16,7 +16,7 @@ from trinity_sync.errors import ConfigError, in_one_line
 from trinity_sync.models.adapter_layers import adapter_layers
 from trinity_sync.models.families import made_class
 from trinity_sync.weights.lora import PREFIX, saved_name
-from trinity_sync.weights.saved_views import Saved
+from trinity_sync.weights.saved_views import SavedTensor
 from trinity_sync.weights.shards import layer_of
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def cut(fields: Mapping[str, object], layers: int | None) -> tuple[Mapping[str, 
     return whole, left if of_text is whole else {**whole, "text_config": left}
 
 
-def saved_shapes(fields: Mapping[str, object], lora: LoraShape | None = None) -> dict[str, Saved]:
+def saved_shapes(fields: Mapping[str, object], lora: LoraShape | None = None) -> dict[str, SavedTensor]:
     """Return the tensors of a version of a model with these fields, by name; or of an adapter for it."""
     from trinity_sync.weights.tensors import version_list
 
@@ -110,7 +110,7 @@ def saved_shapes(fields: Mapping[str, object], lora: LoraShape | None = None) ->
     return adapter_list(model, **lora) if lora else version_list(model)
 
 
-def adapter_list(model: PreTrainedModel, rank: int, targets: str | Sequence[str]) -> dict[str, Saved]:
+def adapter_list(model: PreTrainedModel, rank: int, targets: str | Sequence[str]) -> dict[str, SavedTensor]:
     """Return the tensors of a LoRA adapter that peft would save for a model, by name, with their names in peft's
     wrapper.
 
@@ -120,7 +120,7 @@ def adapter_list(model: PreTrainedModel, rank: int, targets: str | Sequence[str]
     for name, (outputs, inputs) in adapter_layers(model, targets).shapes.items():
         for kind, shape in (("lora_A", (rank, inputs)), ("lora_B", (outputs, rank))):
             held = f"{PREFIX}{name}.{kind}.default.weight"
-            found[saved_name(held)] = Saved.as_held("BF16", shape, held)
+            found[saved_name(held)] = SavedTensor.as_held("BF16", shape, held)
     return found
 
 
@@ -147,7 +147,7 @@ def check_made_of(folder: Path, engine: Mapping[str, object]) -> None:
             raise ConfigError(f"model.{key} differs from that of {folder}; leave it as it was, or begin a new run")
 
 
-def bytes_by_layers(saved: Mapping[str, Saved], layers: int = 0) -> list[int]:
+def bytes_by_layers(saved: Mapping[str, SavedTensor], layers: int = 0) -> list[int]:
     """Return the bytes in bf16 of a model cut to 0, 1, ... and all layers of its language model."""
     sizes: dict[int, int] = {}
     for name, (_, shape, *_) in saved.items():

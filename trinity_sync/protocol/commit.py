@@ -11,7 +11,7 @@ How a step goes through the book, in any order unless the list says otherwise:
 4. When all parts of the requested kind are in and no announced part is missing, the book decides `Commit`. The caller
    executes it and answers with `commit_done` or `commit_failed`. Only then do trackers move (`MoveTracker`), and only
    forward.
-5. A failed part, a lost writer, a failed commit or a timeout fails the step for good: one `Fail`, and no later commit
+5. A failed part, a lost writer, a failed commit or a timeout fails the step for good: one `Abort`, and no later commit
    of the step. Earlier commits of it (its weights, say) stay.
 """
 
@@ -27,10 +27,10 @@ from trinity_sync.protocol.parts import (
     FULL,
     KINDS,
     STATE_DICT,
-    Clean,
+    Abort,
+    Cleanup,
     CommitMeta,
     Decision,
-    Fail,
     FileTuple,
     Grant,
     Kind,
@@ -239,7 +239,7 @@ class CommitBook:
         entry.ended |= {ticket} if ticket is not None else set()
         decisions = self._release(ticket) if part != DIGEST_PART else []
         if entry.failed is not None:
-            return [*decisions, Clean(step, self.attempt)]
+            return [*decisions, Cleanup(step, self.attempt)]
         key = part if part is not None else f"#{report if report is not None else len(entry.parts.done)}"
         clash = entry.add(key, weights, files, digest, ticket)
         return decisions + (self._fail(entry, clash) if clash is not None else self._evaluate(entry))
@@ -290,7 +290,7 @@ class CommitBook:
         else:
             decisions += self._committed.add(step, kind)
         entry.end_commit(self._committed.own(step))
-        return [*decisions, *([Clean(step, self.attempt)] if entry.failed is not None else self._evaluate(entry))]
+        return [*decisions, *([Cleanup(step, self.attempt)] if entry.failed is not None else self._evaluate(entry))]
 
     def commit_failed(self, step: int, kind: Kind, error: str) -> list[Decision]:
         """Note that the commit failed; the step fails."""
@@ -391,14 +391,14 @@ class CommitBook:
 
     def _fail(self, entry: Step, error: str) -> list[Decision]:
         if entry.failed is not None:
-            return [Clean(entry.step, self.attempt)]
+            return [Cleanup(entry.step, self.attempt)]
         entry.failed = error
         # Queued writers would write in vain. Active writers keep their turn until they report.
         for turn in self._turns.of_step(entry.step):
             if not turn.granted:
                 self._turns.release(turn.ticket)
         self._steps.note_settled(entry)
-        return [Fail(entry.step, self.attempt, error), *self._grants()]
+        return [Abort(entry.step, self.attempt, error), *self._grants()]
 
     def _release(self, ticket: str | None) -> list[Decision]:
         if self._turns.release(ticket):

@@ -255,7 +255,7 @@ class StepParts:
 # The decisions of the commit book, and the metadata of a commit.
 
 
-class LeftOut(TypedDict):
+class Remainder(TypedDict):
     """Tensors of the model's folder that no version contains: draft heads, and a vision tower."""
 
     path: str  # the folder
@@ -264,7 +264,7 @@ class LeftOut(TypedDict):
     tower: Sequence[str]  # the names of the vision tower's tensors, which full checkpoints contain
 
 
-class Compared(TypedDict):
+class Reference(TypedDict):
     """The reference model of the policy's KL term."""
 
     path: str  # absolute folder, or hub id
@@ -280,8 +280,8 @@ class CommitMeta(TypedDict, total=False):
     metrics: Mapping[str, float | None] | None
     base: Mapping[str, object] | None  # for an adapter: `contents.Base.to_json` of its model; None: whole weights
     wire: Mapping[str, object] | None  # `WireFormat.to_json`: the dtypes of the version digest
-    left_out: LeftOut | None  # tensors that an export copies from the model's folder
-    reference: Compared | None  # None also where the reference is the base of the adapter
+    left_out: Remainder | None  # tensors that an export copies from the model's folder
+    reference: Reference | None  # None also where the reference is the base of the adapter
     # Keep at least this many of the newest full checkpoints (at least 1), in addition to the policies; not in the
     # manifest.
     keep_last: int
@@ -313,7 +313,7 @@ class Commit:
 
 
 @dataclass(frozen=True, slots=True)
-class Fail:
+class Abort:
     """The step failed: report it (once) and delete its staged files."""
 
     step: int
@@ -322,7 +322,7 @@ class Fail:
 
 
 @dataclass(frozen=True, slots=True)
-class Clean:
+class Cleanup:
     """A writer of a failed step ended late: delete its staged files again."""
 
     step: int
@@ -337,7 +337,7 @@ class MoveTracker:
     step: int
 
 
-Decision: TypeAlias = Grant | Commit | Fail | Clean | MoveTracker
+Decision: TypeAlias = Grant | Commit | Abort | Cleanup | MoveTracker
 
 
 MANIFEST = "manifest.json"

@@ -22,7 +22,7 @@ from trinity_sync.tracking.events import (
     events_of,
     stream_events,
 )
-from trinity_sync.tracking.json_lines import Packed, Record
+from trinity_sync.tracking.json_lines import PackedRecords, Record
 from trinity_sync.tracking.run_record import RunJson, lock_owner, read_record, recorded_checkpoints
 from trinity_sync.tracking.summary import Summary, is_late, put_to_steps, summarise, wall_seconds
 from trinity_sync.tracking.units import finite
@@ -98,7 +98,7 @@ class Run:
     @property
     def trained(self) -> Sequence[Record]:
         """The metrics of steps, without those of a validation before the first one."""
-        lines = self.metrics if isinstance(self.metrics, Packed) else Packed(self.metrics)
+        lines = self.metrics if isinstance(self.metrics, PackedRecords) else PackedRecords(self.metrics)
         return lines.where(lambda line: not is_late(line))
 
     def setting(self, *keys: str) -> object:
@@ -254,7 +254,7 @@ def _read_events(path: Path) -> Sequence[Event]:
     """Read the events that a report needs: faults, healings, counts of rows, and events of a step or of a version."""
     events = stream_events(path)
     kept = FaultEvent | HealEvent | RowsEvent
-    return Packed(event for event in events if isinstance(event, kept) or _is_step(event_step(event)))
+    return PackedRecords(event for event in events if isinstance(event, kept) or _is_step(event_step(event)))
 
 
 def _is_step(step: int | None) -> bool:

@@ -356,8 +356,8 @@ def _last_lines(folder: Path, record: RunJson) -> tuple[Sequence[Record], Sequen
     """Return the last metrics and events; all of them if an earlier attempt was killed, to know its duration."""
     earlier = (record.get("attempts") or [])[:-1]
     if any(attempt.get("ended") is None for attempt in earlier):
-        events = json_lines.Packed(stream_events(folder / "events.jsonl"))
-        return json_lines.Packed(json_lines.stream(folder / "metrics.jsonl")), events
+        events = json_lines.PackedRecords(stream_events(folder / "events.jsonl"))
+        return json_lines.PackedRecords(json_lines.stream(folder / "metrics.jsonl")), events
     metrics, lines = (json_lines.read_last(folder / name, _LAST_LINES) for name in ("metrics.jsonl", "events.jsonl"))
     return metrics, [parse_event(line) for line in lines]
 

@@ -27,7 +27,7 @@ _MEASURED = ("timing/", "perf/", "mfu", "samples/waited_s", "samples/ready", "sa
 _OF_THE_LINE = ("attempt", "step", "time")
 
 
-class Unequal(NamedTuple):
+class ValueDifference(NamedTuple):
     """One value that differs: a ``digest`` or a metric of a step. None: missing, or not finite."""
 
     step: int
@@ -70,7 +70,7 @@ class Comparison:
 
     versions: int
     values: int
-    unequal: tuple[Unequal, ...]
+    unequal: tuple[ValueDifference, ...]
     absent: tuple[int, ...]
 
     @property
@@ -79,11 +79,11 @@ class Comparison:
         return self.versions + self.values > 0 and not self.unequal and not self.absent
 
     @property
-    def first_version(self) -> Unequal | None:
+    def first_version(self) -> ValueDifference | None:
         return next((one for one in self.unequal if one.what == DIGEST), None)
 
     @property
-    def first_metrics(self) -> list[Unequal]:
+    def first_metrics(self) -> list[ValueDifference]:
         """The metrics that differ at the first such step."""
         metrics = [one for one in self.unequal if one.what != DIGEST]
         return [one for one in metrics if one.step == metrics[0].step]
@@ -96,7 +96,7 @@ def compare(old: Outcome, new: Outcome) -> Comparison:
     """Compare a run with its repetition, bit for bit. Steps that only the repetition has do not count."""
     versions, values = 0, 0
     newest = max(new.digests or new.metrics, default=-1)  # SFT published versions before, for no explorer
-    unequal: list[Unequal] = []
+    unequal: list[ValueDifference] = []
     absent: list[int] = []
     for step in sorted({*old.digests, *old.metrics}):
         before, after = old.metrics.get(step), new.metrics.get(step)
@@ -104,11 +104,11 @@ def compare(old: Outcome, new: Outcome) -> Comparison:
             for name in sorted({*before, *after}):
                 values += 1
                 if before.get(name) != after.get(name) or (name in before) != (name in after):
-                    unequal.append(Unequal(step, name, before.get(name), after.get(name)))
+                    unequal.append(ValueDifference(step, name, before.get(name), after.get(name)))
         if step in old.digests and step in new.digests:
             versions += 1
             if old.digests[step] != new.digests[step]:
-                unequal.append(Unequal(step, DIGEST, old.digests[step], new.digests[step]))
+                unequal.append(ValueDifference(step, DIGEST, old.digests[step], new.digests[step]))
         if (before is not None and after is None) or (step in old.digests and step > newest):
             absent.append(step)
     return Comparison(versions=versions, values=values, unequal=tuple(unequal), absent=tuple(absent))
@@ -117,8 +117,8 @@ def compare(old: Outcome, new: Outcome) -> Comparison:
 def read_outcome(folder: Path, record: RunJson) -> Outcome:
     """Read the outcome of a run's folder, and its last version from its record."""
     try:
-        metrics = json_lines.Packed(json_lines.stream(folder / "metrics.jsonl"))
-        events = json_lines.Packed(stream_events(folder / "events.jsonl"))
+        metrics = json_lines.PackedRecords(json_lines.stream(folder / "metrics.jsonl"))
+        events = json_lines.PackedRecords(stream_events(folder / "events.jsonl"))
     except RunError as error:
         raise ConfigError(str(error)) from error
     digests = {int(step): digest for step, digest in version_digests(events).items()}

@@ -19,7 +19,7 @@ _EPSILON = 1e-4
 
 
 @dataclass(frozen=True, kw_only=True)
-class Overlong:
+class LengthPenalty:
     """The penalty on long responses (Yu et al., "DAPO", 2025), as in verl's reward manager of that name: 0 up to
     `longest - buffer` tokens, then linear, and `penalty` at `longest`. `longest`: tokens of the longest response.
     `buffer`: tokens over which the penalty grows, at least 1. `penalty`: of a response of `longest` tokens.
@@ -36,7 +36,7 @@ class Overlong:
 
 
 def group_advantages(
-    batch: SampleBatch, normalise: bool = True, overlong: Overlong | None = None
+    batch: SampleBatch, normalise: bool = True, overlong: LengthPenalty | None = None
 ) -> NDArray[np.float64]:
     """Compute GRPO's advantages (Shao et al., "DeepSeekMath", 2024): ``(r - mean) / (std + 1e-4)`` within each group.
 
@@ -78,7 +78,7 @@ KEYS = "algorithm.filter_groups"
 
 
 @dataclass(frozen=True)
-class Drawn:
+class DrawnGroups:
     """Everything drawn for a step that trains on a part of it. `samples`: of all groups, those of the batch included.
     `surplus`: other groups that are not in the batch.
     """
@@ -91,13 +91,13 @@ class Drawn:
 
 
 @dataclass(frozen=True)
-class Chosen:
+class GroupChoice:
     """The choice among the groups drawn for a step. `used`: prompts used up; the next step answers those after them
     again.
     """
 
     batch: SampleBatch
-    drawn: Drawn
+    drawn: DrawnGroups
     used: int
 
 
@@ -117,7 +117,7 @@ class GroupFilter:
     metric: str
     batches: int
     fill: bool
-    overlong: Overlong | None = None
+    overlong: LengthPenalty | None = None
 
     @property
     def most(self) -> int:
@@ -144,7 +144,7 @@ class GroupFilter:
             return batch.rewards - self.overlong.penalties(batch.response_lengths)
         return batch.rewards
 
-    def choose(self, step: int, drawn: SampleBatch) -> Chosen | None:
+    def choose(self, step: int, drawn: SampleBatch) -> GroupChoice | None:
         """Choose the first groups with a difference, in the order of their prompts. Returns None: there are too few,
         and more may be drawn.
         """
@@ -157,9 +157,9 @@ class GroupFilter:
         self.check_filled(step, missing, len(differs))
         chosen = np.concatenate([taken, np.flatnonzero(~differs)[:missing]])
         found = int(differs.sum())
-        return Chosen(
+        return GroupChoice(
             drawn.take(np.flatnonzero(np.isin(group, chosen))),
-            Drawn(drawn, len(differs), len(differs) - found, missing, found - len(taken)),
+            DrawnGroups(drawn, len(differs), len(differs) - found, missing, found - len(taken)),
             len(differs) if missing else int(taken[-1]) + 1,
         )
 

@@ -40,7 +40,7 @@ _HANGS_S = 30.0
 _Kind = Literal[b"head", b"made", b"took", b"kept"]
 
 
-class Taken(NamedTuple):
+class UpdateGroupIds(NamedTuple):
     """The groups that a step of a free run took; see `queue.UpdateGroups`."""
 
     groups: Sequence[GroupId]
@@ -53,7 +53,7 @@ class Taken(NamedTuple):
             yield from groups
 
 
-class Finished(NamedTuple):
+class FinishedGroup(NamedTuple):
     """A finished group of a free run: rows of a batch, the step of its oldest version, and whether it is flat."""
 
     batch: SampleBatch
@@ -83,7 +83,7 @@ class _RecordPlace(NamedTuple):
     nbytes: int
 
 
-class _Made(NamedTuple):
+class _RecordSamples(NamedTuple):
     """The samples of one record. `prompts`: their groups, ascending. `versions`: the steps of the oldest and of the
     newest version of each.
     """
@@ -127,9 +127,9 @@ class Journal:
         self._hangs = False
         self._told: set[str] = set()
         self._repeated_to: int | None = None  # the last step that an attempt repeated which took no other one
-        self._made: dict[tuple[GroupId, ...], _Made] = {}
-        self._of_group: dict[GroupId, _Made] = {}
-        self._took: dict[int, Taken] = {}
+        self._made: dict[tuple[GroupId, ...], _RecordSamples] = {}
+        self._of_group: dict[GroupId, _RecordSamples] = {}
+        self._took: dict[int, UpdateGroupIds] = {}
         self._read()
 
     # -- both schedules
@@ -147,7 +147,7 @@ class Journal:
         with self._held() as held:
             place = self._write(b"made", head, columns) if held else None
             if place is not None:
-                self._note_made(_Made(place, digest, prompts, versions, frozenset(flat)))
+                self._note_made(_RecordSamples(place, digest, prompts, versions, frozenset(flat)))
             elif held:  # a run that goes on must not use their older samples
                 for one in prompts:
                     self._drop(one)
@@ -198,14 +198,16 @@ class Journal:
 
     # -- free
 
-    def go_on(self, step: int, is_open: Callable[[GroupId], bool]) -> tuple[dict[int, Taken], dict[GroupId, Finished]]:
+    def go_on(
+        self, step: int, is_open: Callable[[GroupId], bool]
+    ) -> tuple[dict[int, UpdateGroupIds], dict[GroupId, FinishedGroup]]:
         """Return what a run that resumes after `step` reuses: the groups of each following step, up to the first gap,
         and all finished groups. Samples made by versions after that gap are dropped for good. `is_open`: tells whether
         a group was not trained on up to `step`.
         """
         with self._held():
-            last, taken = step, dict[int, Taken]()
-            groups: dict[GroupId, Finished] = {}
+            last, taken = step, dict[int, UpdateGroupIds]()
+            groups: dict[GroupId, FinishedGroup] = {}
             read: dict[int, SampleBatch] = {}
             for group, made in list(self._of_group.items()):
                 if id(made) not in read:
@@ -215,7 +217,7 @@ class Journal:
                 if not len(rows):  # it could not be read
                     continue
                 oldest, _ = made.versions[made.prompts.index(group)]
-                groups[group] = Finished(batch, rows, oldest, group in made.flat)
+                groups[group] = FinishedGroup(batch, rows, oldest, group in made.flat)
             repeated: set[GroupId] = set()
             while (found := self._took.get(last + 1)) is not None:
                 of_step = {*found.all()}
@@ -235,7 +237,7 @@ class Journal:
                 self._drop(group)
             return taken, {group: one for group, one in groups.items() if group in self._of_group}
 
-    def took(self, step: int, taken: Taken) -> None:
+    def took(self, step: int, taken: UpdateGroupIds) -> None:
         """Write which groups a step trains on, before it does."""
         with self._held() as held:
             if not held:
@@ -248,7 +250,7 @@ class Journal:
 
     # -- records
 
-    def _note_made(self, made: _Made) -> None:
+    def _note_made(self, made: _RecordSamples) -> None:
         file = made.place.file
         if made.digest is not None:
             self._made[tuple(made.prompts)] = made
@@ -260,7 +262,7 @@ class Journal:
             self._of_group[group] = made
             file.groups.add(group)
 
-    def _note_took(self, file: _File, step: int, taken: Taken) -> None:
+    def _note_took(self, file: _File, step: int, taken: UpdateGroupIds) -> None:
         self._took[step] = taken
         self._repeated_to = None
         file.last_step = max(file.last_step, step)
@@ -281,7 +283,7 @@ class Journal:
         if (made := self._of_group.pop(group, None)) is not None:
             made.place.file.groups.discard(group)
 
-    def _batch(self, made: _Made) -> SampleBatch | None:
+    def _batch(self, made: _RecordSamples) -> SampleBatch | None:
         place = made.place
         try:
             with place.file.path.open("rb") as file:
@@ -329,7 +331,7 @@ class Journal:
                 if record.kind == b"made":
                     self._note_made(_made(_RecordPlace(file, record.start, record.nbytes), head))
                 elif record.kind == b"took":
-                    taken = Taken(*(_groups(part) for part in cast("list[object]", head["taken"])))
+                    taken = UpdateGroupIds(*(_groups(part) for part in cast("list[object]", head["taken"])))
                     self._note_took(file, cast(int, head["step"]), taken)
                 elif record.kind == b"kept":
                     self._keep(cast(int, head["last"]))
@@ -466,12 +468,12 @@ def _records(content: bytes) -> Iterator[_JournalRecord]:
         at = start + nbytes
 
 
-def _made(place: _RecordPlace, head: Mapping[str, object]) -> _Made:
+def _made(place: _RecordPlace, head: Mapping[str, object]) -> _RecordSamples:
     digest, prompts = head["digest"], _groups(head["prompts"])
     versions = [(int(oldest), int(newest)) for oldest, newest in cast("list[list[int]]", head["versions"])]
     if len(prompts) != len(versions):
         raise ValueError("a record has not one version for each group")
-    return _Made(place, cast("str | None", digest), prompts, versions, frozenset(_groups(head["flat"])))
+    return _RecordSamples(place, cast("str | None", digest), prompts, versions, frozenset(_groups(head["flat"])))
 
 
 def _groups(values: object) -> list[GroupId]:

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from trinity_sync.errors import RunError
-from trinity_sync.samples.advantages import Drawn, relative_rewards
+from trinity_sync.samples.advantages import DrawnGroups, relative_rewards
 from trinity_sync.samples.batch import PairBatch, SampleBatch
 from trinity_sync.samples.record import Prompt
 
@@ -49,13 +49,13 @@ def batch_metrics(batch: SampleBatch | PairBatch) -> dict[str, float]:
     return metrics | _of_parts(batch)
 
 
-def drawn_metrics(drawn: Drawn) -> dict[str, float]:
+def drawn_metrics(drawn: DrawnGroups) -> dict[str, float]:
     """Measure everything drawn for a step that trains on a part of it.
 
     Returns:
         `batch_metrics` of all samples, without their number. They replace those of the batch: rewards of groups chosen
         for their difference do not measure the policy. And ``filter_groups/drawn``, ``flat``, ``filled``, ``surplus``,
-        see `Drawn`.
+        see `DrawnGroups`.
     """
     of_all = batch_metrics(drawn.samples)
     return {

@@ -68,7 +68,7 @@ class QueueRules:
 
 
 @dataclass(frozen=True)
-class _Out:
+class _Assignment:
     explorer: str
     since: float
 
@@ -96,7 +96,7 @@ class GroupQueue(Generic[T]):
         self.numbering = begin.numbering
         self._next = begin.next
         self._waiting = list(begin.waiting)  # a heap: the oldest is made first
-        self._out: dict[GroupId, _Out] = {}
+        self._out: dict[GroupId, _Assignment] = {}
         self._ready: dict[GroupId, ReadyGroup[T]] = {}
         self._starved_since: float | None = None
         self._repeated: set[GroupId] = set()  # of the journal, for the steps to come
@@ -121,7 +121,7 @@ class GroupQueue(Generic[T]):
         groups: list[GroupId] = []
         while len(groups) < most and self._admits():
             group = heapq.heappop(self._waiting) if self._waiting else self._following()
-            self._out[group] = _Out(explorer, self._clock())
+            self._out[group] = _Assignment(explorer, self._clock())
             groups.append(group)
         return groups
 

@@ -1,6 +1,6 @@
 """Versions for engines whose weights are in worker processes, such as vLLM's. A version arrives in each worker and is
 checked while the engine generates, so damaged bytes never reach the model. Parts are mapped where the mode can map them
-(`Mapped`), and else received into the worker's memory (`Received`).
+(`MappedArrivals`), and else received into the worker's memory (`ReceivedArrivals`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from trinity_sync.errors import RunError
 from trinity_sync.host.logs import story
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.base import LayoutCache, MappedPart, PartMaps, Transport
-from trinity_sync.sync.weight_loader import InPlace
+from trinity_sync.sync.weight_loader import LiveTensors
 from trinity_sync.weights.apply import Receiver, check_bytes, in_buckets
 from trinity_sync.weights.digests import RowPlan
 from trinity_sync.weights.layout import PartLayout, Segment
@@ -43,7 +43,7 @@ class Arrival(NamedTuple):
     together: str | None = None  # file of the segment for tensors that are split over parts; None: there are none
 
 
-class Arrived(NamedTuple):
+class ArrivalReport(NamedTuple):
     """A worker's answer about an arrived version."""
 
     moved: int  # bytes of the version
@@ -61,7 +61,7 @@ class Arrivals(ABC):
         self._version: Version | None = None
         self._tensors: Mapping[str, torch.Tensor] = {}
 
-    def take(self, arrival: Arrival) -> Arrived:
+    def take(self, arrival: Arrival) -> ArrivalReport:
         """Take a whole version.
 
         Raises:
@@ -102,23 +102,23 @@ class Arrivals(ABC):
         self._version = None
 
     @abstractmethod
-    def _take(self, arrival: Arrival) -> Arrived: ...
+    def _take(self, arrival: Arrival) -> ArrivalReport: ...
 
 
-class Received(Arrivals):
+class ReceivedArrivals(Arrivals):
     """Versions received into this worker's memory, which is reused."""
 
     def __init__(self, tensors: Shapes, layouts: LayoutCache, transport: Transport, verify: str) -> None:
         super().__init__(tensors, layouts)
         self._tensors = {name: torch.empty(shape, dtype=to_torch(dtype)) for name, (dtype, shape) in tensors.items()}
-        self._target = InPlace(self._tensors, transport, layouts, verify)
+        self._target = LiveTensors(self._tensors, transport, layouts, verify)
         self._verify = verify
 
-    def _take(self, arrival: Arrival) -> Arrived:
+    def _take(self, arrival: Arrival) -> ArrivalReport:
         self._target.check(arrival.lease)
         taken = self._target.take(arrival.lease, arrival.broadcast, lambda: None)
         digests = self._target.digests() if self._verify == "full" else {}
-        return Arrived(taken.moved, digests, reread=False, apply_s=taken.apply_s)
+        return ArrivalReport(taken.moved, digests, reread=False, apply_s=taken.apply_s)
 
 
 # ---- mapped versions: of a tensor that lies in one part, the worker's slice is read there; a tensor that is split over
@@ -132,7 +132,7 @@ class Share(NamedTuple):
     workers: int
 
 
-class Mapped(Arrivals):
+class MappedArrivals(Arrivals):
     """Versions whose parts are mapped."""
 
     def __init__(self, tensors: Shapes, layouts: LayoutCache, maps: PartMaps, verify: str, share: Share) -> None:
@@ -148,7 +148,7 @@ class Mapped(Arrivals):
         super().let_go()
         self._tensors = {}
 
-    def _take(self, arrival: Arrival) -> Arrived:
+    def _take(self, arrival: Arrival) -> ArrivalReport:
         parts = self._maps.map(arrival.lease)
         plan = self._planned([part.layout for part in parts], arrival.together)
         if self._verify == "bucket":
@@ -158,7 +158,7 @@ class Mapped(Arrivals):
         if self._verify == "full":
             digests |= plan.digests(segments)
         self._tensors = plan.views(segments)
-        return Arrived(sum(part.layout.nbytes for part in parts), digests, plan.reread)
+        return ArrivalReport(sum(part.layout.nbytes for part in parts), digests, plan.reread)
 
     def _check_buckets(self, parts: Sequence[MappedPart]) -> None:
         buckets = ((part, *one) for part in parts for one in in_buckets(part.layout, part.data, part.buckets))

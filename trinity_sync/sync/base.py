@@ -26,7 +26,7 @@ from trinity_sync.actors.agent_client import AgentClient
 from trinity_sync.actors.calls import ANSWER_S, results
 from trinity_sync.actors.explorer_client import ExplorerClient, LoadReport
 from trinity_sync.actors.rank_client import Broadcast, RankClient
-from trinity_sync.actors.synchronizer_client import Sealed, SynchronizerClient
+from trinity_sync.actors.synchronizer_client import SealedVersion, SynchronizerClient
 from trinity_sync.errors import RunError, WaitTimeout, grown
 from trinity_sync.protocol.parts import PartInfo, VersionBytes
 from trinity_sync.protocol.versions import LOAD_HOPS, Lease, Version
@@ -255,7 +255,7 @@ class Published:
 class Publisher(Protocol):
     """The driver's half of a sync mode."""
 
-    def publish(self, sealed: Sealed) -> Published | None:
+    def publish(self, sealed: SealedVersion) -> Published | None:
         """Make the version available to explorers and commit it."""
         ...
 

@@ -21,7 +21,7 @@ from trinity_sync.actors.agent_client import WrittenDelta
 from trinity_sync.actors.calls import results
 from trinity_sync.actors.explorer_client import ExplorerClient
 from trinity_sync.actors.rank_client import Broadcast
-from trinity_sync.actors.synchronizer_client import Sealed
+from trinity_sync.actors.synchronizer_client import SealedVersion
 from trinity_sync.errors import RunError, grown
 from trinity_sync.host.durable import make_folder, replace_file, sync_folder
 from trinity_sync.host.locks import open_lock, try_lock, wait_for_lock
@@ -47,7 +47,7 @@ from trinity_sync.sync.base import (
     nodes_of,
 )
 from trinity_sync.sync.deltas import DeltaCopies, DeltaTransport, FolderDeltas, VersionDeltas
-from trinity_sync.sync.links import BucketNotice, End, Spoke, Working
+from trinity_sync.sync.links import BucketNotice, End, Heartbeat, Spoke
 from trinity_sync.sync.memory import SlotMaps
 from trinity_sync.weights.delta import DeltaError
 from trinity_sync.weights.layout import Cut, PartLayout, Segment
@@ -105,14 +105,14 @@ class CheckpointPublisher:
         self._store = store
         self._durable = durable
 
-    def publish(self, sealed: Sealed) -> Published | None:
+    def publish(self, sealed: SealedVersion) -> Published | None:
         folder = self._write(sealed)
         commit(self._side, sealed.version, str(folder))
         if self._side.versions is not None:
             self._side.versions.add(sealed.version, sealed.digest, folder, ())
         return None
 
-    def _write(self, sealed: Sealed) -> Path:
+    def _write(self, sealed: SealedVersion) -> Path:
         """Write and commit the files of a whole version; return their folder."""
         version = sealed.version
         nodes = nodes_of(sealed.parts)
@@ -162,7 +162,7 @@ class DeltaPublisher(CheckpointPublisher):
         self._recent: list[Version] = []  # the newest is the last
         self._base: tuple[Version, Path] | None = None  # the newest one of the history, and its folder
 
-    def publish(self, sealed: Sealed) -> Published:
+    def publish(self, sealed: SealedVersion) -> Published:
         if not self._deltas.pays(sealed):
             return self._publish_whole(sealed, self._write(sealed))
         base_every = self._side.base_every
@@ -198,7 +198,7 @@ class DeltaPublisher(CheckpointPublisher):
         self._folders[-1].append(folder)
         return report
 
-    def _publish_whole(self, sealed: Sealed, folder: Path) -> Published:
+    def _publish_whole(self, sealed: SealedVersion, folder: Path) -> Published:
         self._deltas.encode(sealed, pays=False)
         report = self._deltas.report(sealed, (), with_full=True)
         self._deltas.commit(sealed, str(folder))
@@ -208,7 +208,7 @@ class DeltaPublisher(CheckpointPublisher):
                 _retire(old)
         return report
 
-    def _remember(self, sealed: Sealed, folder: Path, full: Path | None, deltas: list[tuple[Point, int]]) -> int:
+    def _remember(self, sealed: SealedVersion, folder: Path, full: Path | None, deltas: list[tuple[Point, int]]) -> int:
         """Add a version to the run's history; return the bytes of what was made for it alone. `full`: the folder of its
         weights, which become a base.
         """
@@ -379,7 +379,7 @@ class FolderSender(BucketSender):
     def put(self, number: int, layout: PartLayout, data: torch.Tensor, digest: bytes) -> None:
         self._version.write_bucket(number, layout, data.numpy().data)
         self._written.append((layout, digest))
-        self._hub.tell(Working())
+        self._hub.tell(Heartbeat())
 
     def end(self, end: End) -> None:
         files = self._version.commit(end.step, tensors=end.tensors, digest=end.digest)

@@ -25,8 +25,8 @@ from ray.exceptions import RayError
 from trinity_sync.actors.agent_client import AgentClient, SharedDelta, WrittenDelta
 from trinity_sync.actors.calls import Call, put, results
 from trinity_sync.actors.rank_client import Broadcast
-from trinity_sync.actors.synchronizer_client import Sealed
-from trinity_sync.errors import ProcessLost, RunError, WaitTimeout, grown
+from trinity_sync.actors.synchronizer_client import SealedVersion
+from trinity_sync.errors import ProcessLoss, RunError, WaitTimeout, grown
 from trinity_sync.host.logs import story
 from trinity_sync.protocol.parts import INDEX, PartInfo, delta_file, shard_file, version_folder
 from trinity_sync.protocol.versions import Lease, Version
@@ -90,7 +90,7 @@ class VersionDeltas:
         self._fault: str | None = None
 
     def encode(
-        self, sealed: Sealed, folder: Path | None = None, *, pays: bool, durable: bool = False
+        self, sealed: SealedVersion, folder: Path | None = None, *, pays: bool, durable: bool = False
     ) -> list[WrittenDelta] | None:
         """Have the agents encode a version against the one before, into files of `folder` or into memory. Returns none
         for the first version and if not `pays`; None if encoding failed, and the version must be published in full.
@@ -117,7 +117,9 @@ class VersionDeltas:
         self._encode_s = time.perf_counter() - started
         return [one for of_node in found for one in of_node]
 
-    def encode_from(self, base: Version, weights: Path, sealed: Sealed, folder: Path, *, durable: bool) -> int | None:
+    def encode_from(
+        self, base: Version, weights: Path, sealed: SealedVersion, folder: Path, *, durable: bool
+    ) -> int | None:
         """Have the agents encode the version of the last `encode` against version `base`, whose files are in `weights`,
         into `folder`. Returns the bytes written; None if an agent reports an error.
         """
@@ -136,25 +138,27 @@ class VersionDeltas:
         self._encode_s += time.perf_counter() - started
         return sum(one.nbytes for of_node in found for one in of_node)
 
-    def _forget(self, sealed: Sealed) -> None:
+    def _forget(self, sealed: SealedVersion) -> None:
         """Have the agents free what they keep for deltas."""
         if self._begun:
             freeing = [self._side.agents[node].forget_deltas() for node in nodes_of(sealed.parts)]
             results(freeing, self._side.timeout_s, "free what they keep for deltas")
         self._begun = False
 
-    def pays(self, sealed: Sealed) -> bool:
+    def pays(self, sealed: SealedVersion) -> bool:
         """Whether an explorer, or a follower of a store, may take a delta to a version (`sync.encoding`)."""
         nodes = self._side.explorer_nodes().values()
         always = self._always or self._side.versions is not None
         return always or not all(is_near(node, sealed.parts) for node in nodes)
 
-    def commit(self, sealed: Sealed, location: str | None = None) -> None:
+    def commit(self, sealed: SealedVersion, location: str | None = None) -> None:
         """Commit a version whose deltas were made."""
         commit(self._side, sealed.version, location)
         self._before = sealed.version, sealed.slot
 
-    def report(self, sealed: Sealed, written: Sequence[WrittenDelta], more: int = 0, *, with_full: bool) -> Published:
+    def report(
+        self, sealed: SealedVersion, written: Sequence[WrittenDelta], more: int = 0, *, with_full: bool
+    ) -> Published:
         """Return the report on a version, before its `commit`. `more`: bytes that were made for a history. `with_full`:
         it was sent in full as well.
         """
@@ -173,7 +177,7 @@ class VersionDeltas:
             encoding="delta", nbytes=nbytes, codec=codec, changed=share, changed_ppm=ppm, encode_s=took, fault=fault
         )
 
-    def publish(self, sealed: Sealed) -> Published:
+    def publish(self, sealed: SealedVersion) -> Published:
         """Have the agents keep the deltas to a version where these pay, and commit it."""
         pays = self.pays(sealed)
         made = self.encode(sealed, pays=pays)
@@ -185,7 +189,7 @@ class VersionDeltas:
         self.commit(sealed)
         return replace(report, encoding="full") if in_full else report
 
-    def lead_to(self, sealed: Sealed, made: Sequence[WrittenDelta]) -> bool:
+    def lead_to(self, sealed: SealedVersion, made: Sequence[WrittenDelta]) -> bool:
         """Whether there are deltas of all parts from the version before, with fewer bytes than the version."""
         found = self._single(made)
         nbytes = sum(one.nbytes for one in found)
@@ -195,7 +199,7 @@ class VersionDeltas:
         """Return the deltas from the version before."""
         return [one for one in made if self._before is not None and one.start == self._before[0]]
 
-    def share(self, sealed: Sealed, base: Version) -> dict[str, list[SharedDelta]] | None:
+    def share(self, sealed: SealedVersion, base: Version) -> dict[str, list[SharedDelta]] | None:
         """Return the deltas of all parts from a version that the agents keep; None: the version has to be sent in full,
         also where an agent does not answer.
         """
@@ -208,7 +212,7 @@ class VersionDeltas:
 
 def _is_lost(error: RunError) -> bool:
     """Whether a process has died, so that the version cannot be published in full either."""
-    return isinstance(error, ProcessLost) and not isinstance(error, WaitTimeout)
+    return isinstance(error, ProcessLoss) and not isinstance(error, WaitTimeout)
 
 
 class KeptDeltas:

@@ -46,7 +46,7 @@ class _ReceiverState:
         self.name = name
         self.connection = connection
         self.taken = -1
-        self.done: Done | None = None
+        self.done: VersionReceipt | None = None
 
 
 class Hub:
@@ -141,7 +141,7 @@ class Hub:
         """Wait until all receivers have a bucket."""
         self._wait(lambda receiver: receiver.taken >= number, f"take bucket {number} of the weights", self._timeout_s)
 
-    def wait_done(self) -> list[Done]:
+    def wait_done(self) -> list[VersionReceipt]:
         """Wait until all receivers have handed the version to their engines; return their reports."""
         while late := [receiver for receiver in self._receivers if receiver.done is None]:
             if not self._read(self._timeout_s):
@@ -162,7 +162,7 @@ class Hub:
     def give_up(self, why: str) -> None:
         """Tell the receivers that the version does not come, and disconnect them."""
         for receiver in self._receivers:
-            _say(receiver.connection, Failed(why))
+            _say(receiver.connection, TransferFailure(why))
         self.close()
 
     def close(self) -> None:
@@ -195,7 +195,7 @@ class Hub:
             raise WaitTimeout(receiver.name, "finish the message that it began", self._timeout_s) from None
         except (EOFError, OSError) as error:
             raise RunError(f"{receiver.name} disconnected before it had all weights") from error
-        if isinstance(message, Failed):
+        if isinstance(message, TransferFailure):
             raise RunError(f"{receiver.name} did not take the weights: {message.why}")
         if isinstance(message, BucketReceipt):
             receiver.taken = message.number
@@ -239,7 +239,7 @@ class Spoke:
             raise WaitTimeout(self.sender, what, self._timeout_s) from None
         except (EOFError, OSError) as error:
             raise RunError(f"{self.sender} disconnected before it could {what}") from error
-        if isinstance(message, Failed):
+        if isinstance(message, TransferFailure):
             raise RunError(f"{self.sender} gave the weights up: {message.why}")
         return message
 
@@ -265,7 +265,7 @@ class Spoke:
 
     def give_up(self, why: str) -> None:
         """Tell the sender that this receiver does not take the version, and disconnect."""
-        _say(self._connection, Failed(why))
+        _say(self._connection, TransferFailure(why))
         self.close()
 
     def close(self) -> None:
@@ -273,7 +273,7 @@ class Spoke:
         self._connection.close()
 
 
-def _say(connection: Connection, message: Failed) -> None:
+def _say(connection: Connection, message: TransferFailure) -> None:
     """Send a last message, unless the other end is gone or does not read."""
     with contextlib.suppress(OSError):
         connection.send(pack(message), _GRACE_S)
@@ -298,7 +298,7 @@ class BucketNotice:
 
 
 @dataclass(frozen=True)
-class Working:
+class Heartbeat:
     """The sender makes progress, but has no bucket to read yet."""
 
 
@@ -320,7 +320,7 @@ class BucketReceipt:
 
 
 @dataclass(frozen=True)
-class Done:
+class VersionReceipt:
     """A receiver has handed the whole version to its engine."""
 
     digest: str | None  # of the received version; None: it was not computed
@@ -328,11 +328,11 @@ class Done:
 
 
 @dataclass(frozen=True)
-class Failed:
+class TransferFailure:
     """The member that sends this gives the version up."""
 
     why: str
 
 
-FromSender = BucketNotice | Working | End | Failed
-FromReceiver = BucketReceipt | Done | Failed
+FromSender = BucketNotice | Heartbeat | End | TransferFailure
+FromReceiver = BucketReceipt | VersionReceipt | TransferFailure

@@ -18,7 +18,7 @@ import ray
 from trinity_sync.actors.agent_client import AgentClient
 from trinity_sync.actors.explorer_client import ExplorerClient
 from trinity_sync.actors.rank_client import Broadcast
-from trinity_sync.actors.synchronizer_client import Sealed
+from trinity_sync.actors.synchronizer_client import SealedVersion
 from trinity_sync.errors import RunError, grown
 from trinity_sync.protocol.parts import PartInfo
 from trinity_sync.protocol.versions import Lease, Version
@@ -103,7 +103,7 @@ class MemoryPublisher:
         self._side = side
         self._deltas = None if keys is None else VersionDeltas(side, keys.codec, always=always)
 
-    def publish(self, sealed: Sealed) -> Published | None:
+    def publish(self, sealed: SealedVersion) -> Published | None:
         if self._deltas is not None:
             return self._deltas.publish(sealed)
         commit(self._side, sealed.version)

@@ -27,10 +27,10 @@ from weakref import WeakKeyDictionary
 import ray
 
 from trinity_sync.actors.agent_client import SharedDelta
-from trinity_sync.actors.calls import Call, MemberDied, results
+from trinity_sync.actors.calls import Call, DeathError, results
 from trinity_sync.actors.explorer_client import ExplorerClient, LoadReport
 from trinity_sync.actors.rank_client import Broadcast
-from trinity_sync.actors.synchronizer_client import Sealed
+from trinity_sync.actors.synchronizer_client import SealedVersion
 from trinity_sync.errors import RunError, grown, limit_text
 from trinity_sync.host.logs import story
 from trinity_sync.protocol.parts import part_name
@@ -119,11 +119,11 @@ class NcclPublisher:
         self._always = always
         self._deltas = None if keys is None else VersionDeltas(side, keys.codec, spans=(), always=always)
         self._ids = itertools.count(1)
-        self._sealed: Sealed | None = None
+        self._sealed: SealedVersion | None = None
         self._store: TCPStore | None = None
         self._held = WeakKeyDictionary[ExplorerClient, Version]()  # where the last load succeeded
 
-    def publish(self, sealed: Sealed) -> Published | None:
+    def publish(self, sealed: SealedVersion) -> Published | None:
         report = None
         if self._deltas is not None:
             report = self._deltas.publish(sealed)
@@ -148,13 +148,13 @@ class NcclPublisher:
         return delivery
 
     def _deliver(
-        self, delivery: Delivery, sealed: Sealed, alive: dict[str, ExplorerClient], base: Version | None
+        self, delivery: Delivery, sealed: SealedVersion, alive: dict[str, ExplorerClient], base: Version | None
     ) -> None:
         faults = dict[str, str]()  # by explorer
         while alive:
             try:
                 reports = self._lead_round(sealed, alive, base, faults)
-            except MemberDied as death:
+            except DeathError as death:
                 if death.who not in alive:
                     raise
                 delivery.lost[death.who] = death
@@ -170,7 +170,11 @@ class NcclPublisher:
             base = None  # some may have taken the delta
 
     def _lead_round(
-        self, sealed: Sealed, explorers: Mapping[str, ExplorerClient], base: Version | None, faults: dict[str, str]
+        self,
+        sealed: SealedVersion,
+        explorers: Mapping[str, ExplorerClient],
+        base: Version | None,
+        faults: dict[str, str],
     ) -> list[LoadReport]:
         """Lead a round; DeltaError: a delta could not be taken, `faults` says by whom."""
         shared = None if base is None or self._deltas is None else self._deltas.share(sealed, base)

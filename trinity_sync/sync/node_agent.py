@@ -34,7 +34,7 @@ from trinity_sync.actors.synchronizer_client import SynchronizerClient
 from trinity_sync.errors import RunError, WaitTimeout, grown
 from trinity_sync.host.hardware import peak_memory
 from trinity_sync.host.logs import log_failure, own_log, story
-from trinity_sync.host.threads import PATIENCE, Yielding
+from trinity_sync.host.threads import PATIENCE, BackgroundWork
 from trinity_sync.protocol.parts import FileTuple, PartInfo, delta_file, shard_file
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.deltas import KeptDeltas
@@ -540,7 +540,7 @@ class StateSlots:
         self._lock = threading.Lock()
         self._arenas: dict[str, SlotArena] = {}
         self._sizes: dict[str, int] = {}
-        self._writes: dict[str, tuple[Future[None], Yielding]] = {}
+        self._writes: dict[str, tuple[Future[None], BackgroundWork]] = {}
         self._threads = ThreadPoolExecutor(64, thread_name_prefix="state")
 
     def reserve(self, part: str, nbytes: int) -> tuple[str, list[str]]:
@@ -569,7 +569,7 @@ class StateSlots:
         with self._lock:
             if not self._idle(given.part):
                 raise RunError(f"{given.part} of an earlier step is still being written")
-            work = Yielding(PATIENCE * self._timeout_s)
+            work = BackgroundWork(PATIENCE * self._timeout_s)
             future = self._threads.submit(self._write, given, coordinator, begun, work)
             self._writes[given.part] = future, work
         future.add_done_callback(lambda _: begun.set())
@@ -603,7 +603,7 @@ class StateSlots:
     def _idle(self, part: str) -> bool:
         return part not in self._writes or self._writes[part][0].done()
 
-    def _write(self, given: StatePart, coordinator: Coordinator, begun: threading.Event, work: Yielding) -> None:
+    def _write(self, given: StatePart, coordinator: Coordinator, begun: threading.Event, work: BackgroundWork) -> None:
         segment = self._arenas[given.part].map(0, given.part) if given.part in self._arenas else b""
 
         def write() -> list[FileTuple]:

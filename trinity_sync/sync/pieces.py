@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from xxhash import xxh3_128_digest
 
-from trinity_sync.errors import ProcessLost, RunError, WaitTimeout
+from trinity_sync.errors import ProcessLoss, RunError, WaitTimeout
 from trinity_sync.host.channel import PROOF_S, Connection, ForeignPeerError, Listener, open_connection, pack
 from trinity_sync.host.logs import story
 from trinity_sync.protocol.versions import Version
@@ -322,7 +322,7 @@ class PieceTransport:
                 if source in failed:  # the owner itself, once more
                     if unreachable:
                         raise
-                    raise (ProcessLost if isinstance(error, ProcessLost) else RunError)(why) from error
+                    raise (ProcessLoss if isinstance(error, ProcessLoss) else RunError)(why) from error
                 tell(why)
                 failed.append(source)
                 if unreachable and not source.owner:

@@ -28,7 +28,7 @@ from trinity_sync.errors import RunError
 from trinity_sync.protocol.rounds import WeightSyncGroup
 from trinity_sync.sync.base import BucketReceiver, BucketSender
 from trinity_sync.sync.broadcast_group import BroadcastGroup, TorchGroup, device_of, make_group, serve_store
-from trinity_sync.sync.links import BucketNotice, BucketReceipt, Done, End, Spoke
+from trinity_sync.sync.links import BucketNotice, BucketReceipt, End, Spoke, VersionReceipt
 from trinity_sync.sync.synchronizer_handle import Synchronizer
 from trinity_sync.weights.apply import ChecksumError, check_bytes
 from trinity_sync.weights.delta import DeltaError
@@ -340,7 +340,7 @@ class Stream:
             )
         self.end = end
 
-    def done(self, done: Done) -> None:
+    def done(self, done: VersionReceipt) -> None:
         """Tell the sender that the version was handed to the engine."""
         self._spoke.tell(done)
 
@@ -362,7 +362,7 @@ class Stream:
 
 def tensors(
     streams: Sequence[Stream], *, digest: bool, device: torch.device | None = None
-) -> Iterator[list[Named] | Done]:
+) -> Iterator[list[Named] | VersionReceipt]:
     """Yield whole tensors, as many at a time as have arrived; the last one only after every check. At the end yield the
     message of success, which the senders have received then.
 
@@ -394,7 +394,7 @@ def tensors(
         if None not in (found, sent) and found != sent:
             raise ChecksumError(f"the version that arrived has digest {found}; digest {sent} was sent")
     yield ready
-    done = Done(found, sum(stream.nbytes for stream in streams))
+    done = VersionReceipt(found, sum(stream.nbytes for stream in streams))
     for stream in streams:
         stream.done(done)
     yield done

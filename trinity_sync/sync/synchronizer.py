@@ -24,9 +24,9 @@ from typing import TYPE_CHECKING
 import ray
 from ray.exceptions import RayError
 
-from trinity_sync.actors.calls import MemberDied
+from trinity_sync.actors.calls import DeathError
 from trinity_sync.actors.pending import failures_logged
-from trinity_sync.actors.synchronizer_client import SYNCHRONIZER, Sealed, SynchronizerMemory
+from trinity_sync.actors.synchronizer_client import SYNCHRONIZER, SealedVersion, SynchronizerMemory
 from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.host.hardware import peak_memory
 from trinity_sync.host.logs import own_log, story
@@ -98,7 +98,7 @@ class SynchronizerActor(Handover):
         self._book.fail(version, error)
         self._changes.announce()
 
-    async def wait_sealed(self, version: Version, timeout_s: float) -> Sealed:
+    async def wait_sealed(self, version: Version, timeout_s: float) -> SealedVersion:
         """Wait until all ranks have staged the version; return its description for the publisher."""
 
         def ready() -> bool:
@@ -110,7 +110,7 @@ class SynchronizerActor(Handover):
         if self._book.state(version) is State.FAILED:
             raise RunError(f"version {version} could not be staged: {self._book.error(version)}")
         slot, parts, digest = self._book.sealed_info(version)
-        return Sealed(version=version, slot=slot, digest=digest, parts=parts)
+        return SealedVersion(version=version, slot=slot, digest=digest, parts=parts)
 
     async def commit(self, version: Version, location: str | None = None) -> None:
         """Make the version the newest one, and wake the explorers that wait for it."""
@@ -147,7 +147,7 @@ class SynchronizerActor(Handover):
 
     def _check_members(self, what: str) -> None:
         for member in self._dead.values():
-            raise MemberDied(str(member), what)
+            raise DeathError(str(member), what)
 
     # -- explorers' side
 

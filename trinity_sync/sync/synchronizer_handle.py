@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 import ray
 
-from trinity_sync.actors.calls import Call, MemberDied, this_process
+from trinity_sync.actors.calls import Call, DeathError, this_process
 from trinity_sync.actors.handles import asked, fetched, forwarded
 from trinity_sync.actors.synchronizer_client import StoredState, SynchronizerClient
 from trinity_sync.errors import ConfigError, RunError, WaitLimit
@@ -90,7 +90,7 @@ class Synchronizer:
         try:
             actor = ray.get_actor(ACTOR_NAME, namespace=namespace)
             its: SynchronizerConfig = Call(actor.settings.remote(), "the synchronizer", "tell its settings").result(60)
-        except (ValueError, MemberDied):  # there is none, or it has just ended
+        except (ValueError, DeathError):  # there is none, or it has just ended
             if config is None and timeout_s is None and checkpoint_dir is None:
                 raise RunError(
                     f"there is no {ACTOR_NAME!r} in Ray namespace {namespace!r}: pass a config to create it"

@@ -1,5 +1,5 @@
 """An explorer's load of a version: lease it, have its target take it, prove it. The same for every sync mode and
-engine; `InPlace` is the target of live tensors in this process.
+engine; `LiveTensors` is the target of live tensors in this process.
 
 With `sync.verify=bucket` every bucket is checked before its bytes are used. With ``full`` the version digest of the
 written tensors is computed, row by row as the bytes are written, and compared with the trainer's. That finds an error
@@ -30,7 +30,7 @@ from trinity_sync.weights.digests import version_digest
 from trinity_sync.weights.shards import listed
 
 
-class InPlace:
+class LiveTensors:
     """Live tensors, by Hugging Face name, that are overwritten (a `WeightTarget`)."""
 
     def __init__(

@@ -186,7 +186,7 @@ _TAIL = 3
 """The last tokens of an answer, one of which is its end token: templates write a line break after it."""
 
 
-class Encoded(NamedTuple):
+class EncodedPair(NamedTuple):
     """The tokens of a pair or conversation. `prompt`: tokens before the first that counts. `response`: all later
     tokens. `learnt`: marks the tokens of `response` that count.
     """
@@ -254,7 +254,7 @@ class PairEncoder:
             embedded=tokens.embedded,
         )
 
-    def encode(self, examples: Sequence[TextPair | Conversation]) -> list[Encoded]:
+    def encode(self, examples: Sequence[TextPair | Conversation]) -> list[EncodedPair]:
         """Return the tokens of examples."""
         return [
             self._fitted(example.where, *found) for example, found in zip(examples, self._all(examples), strict=True)
@@ -292,7 +292,7 @@ class PairEncoder:
         fits = self._positions is None or longest <= self._positions
         return f"task.max_length={longest}" if fits else "a model with more positions"
 
-    def _fitted(self, where: str, ids: list[int], learnt: list[bool]) -> Encoded:
+    def _fitted(self, where: str, ids: list[int], learnt: list[bool]) -> EncodedPair:
         if len(ids) > self.limit:
             if not self._truncate:
                 raise RunError(f"{where}: {len(ids)} tokens; {self.limit_text}")
@@ -302,13 +302,13 @@ class PairEncoder:
         return self._parted(where, ids, learnt)
 
     @staticmethod
-    def _parted(where: str, ids: list[int], learnt: list[bool]) -> Encoded:
+    def _parted(where: str, ids: list[int], learnt: list[bool]) -> EncodedPair:
         if not any(learnt):
             raise RunError(f"{where}: there is no token to learn")
         first = learnt.index(True)
         if first == 0:
             raise RunError(f"{where}: the prompt has no token")
-        return Encoded(ids[:first], ids[first:], learnt[first:])
+        return EncodedPair(ids[:first], ids[first:], learnt[first:])
 
     def _all(self, examples: Sequence[TextPair | Conversation]) -> list[tuple[list[int], list[bool]]]:
         """Return the tokens of each, and marks of those that count."""
@@ -386,7 +386,7 @@ def assistant_turns(template: ChatTemplate, conversation: Conversation, *, ignor
     thinking = {} if conversation.thinking is None else {"enable_thinking": conversation.thinking}
     more = {"tools": conversation.tools, **thinking}
     marked = template.marked(conversation.messages, **more)
-    found = marked or _Rendered(template, conversation, more).turns(ignore_mismatch)
+    found = marked or _TurnFinder(template, conversation, more).turns(ignore_mismatch)
     learnt = " ".join(found.text[begin:end] for begin, end in found.learnt)
     for place, message in enumerate(conversation.messages):
         content = message.get("content")
@@ -414,7 +414,7 @@ def _without_calls(
         return None
 
 
-class _Rendered:
+class _TurnFinder:
     """Finds the turns of a conversation by rendering its beginnings."""
 
     def __init__(self, template: ChatTemplate, conversation: Conversation, more: Mapping[str, object]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks.base import RewardFunction, RewardResult
 from trinity_sync.tasks.reward_processes import RewardProcesses
-from trinity_sync.tasks.rewards import FunctionReward, Judging, RewardNumber, WeightedSum
+from trinity_sync.tasks.rewards import FunctionReward, RewardNumber, RewardSettings, WeightedSum
 from trinity_sync.tasks.rows import FilePaths, FileRows, Row
 
 
@@ -21,14 +21,14 @@ class FilePrompts(ABC):
         prompt_key: str,
         reward: RewardFunction,
         reward_name: str,
-        judging: Judging | None,
+        judging: RewardSettings | None,
         prompt_length: int | None,
         response_length: int | None,
     ) -> None:
         self.prompt_length, self.response_length = prompt_length, response_length
         self._reward = reward
         self.reward_name = reward_name
-        self.reward_judge = RewardProcesses(reward, judging or Judging(), reward_name)
+        self.reward_judge = RewardProcesses(reward, judging or RewardSettings(), reward_name)
         self._rows = rows
         self.unread = rows.unread
         self._prompt_key = prompt_key
@@ -81,7 +81,7 @@ class JsonlTask(FilePrompts):
             ``finished`` tells whether the model ended the response itself. Or a `WeightedSum` of such functions.
         seed: the run's seed; the prompts are a pure function of the files, the seed and the step.
         prompt_length, response_length: longest prompt and response in tokens, for the explorers.
-        judging: None: the defaults of `Judging`.
+        judging: None: the defaults of `RewardSettings`.
         chat_template: arguments of the tokenizer's chat template, for the explorers.
 
     Raises:
@@ -99,7 +99,7 @@ class JsonlTask(FilePrompts):
         *,
         prompt_length: int | None = None,
         response_length: int | None = None,
-        judging: Judging | None = None,
+        judging: RewardSettings | None = None,
         too_long: str = "refuse",
         chat_template: Mapping[str, object] | None = None,
     ) -> None:

@@ -31,7 +31,7 @@ from trinity_sync.host.origin import ASK, Origin, end_text, give_origin, keep_or
 from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks import base
 from trinity_sync.tasks.base import Failure, Response, RewardFunction, RewardResult, SummedResult, Verdict
-from trinity_sync.tasks.rewards import Judging
+from trinity_sync.tasks.rewards import RewardSettings
 
 _START_S = 300.0
 """Limit of a process's import of the function."""
@@ -53,7 +53,7 @@ class RewardProcesses:
     the function cannot be pickled.
     """
 
-    def __init__(self, reward: RewardFunction, judging: Judging, name: str) -> None:
+    def __init__(self, reward: RewardFunction, judging: RewardSettings, name: str) -> None:
         self._reward, self._judging, self._name = reward, judging, name
         try:
             self._pickled = pickle.dumps(reward)
@@ -65,7 +65,7 @@ class RewardProcesses:
         self._workers: list[RewardWorker] = []
         self._logged: set[str] = set()
 
-    def __reduce__(self) -> tuple[type[RewardProcesses], tuple[RewardFunction, Judging, str]]:
+    def __reduce__(self) -> tuple[type[RewardProcesses], tuple[RewardFunction, RewardSettings, str]]:
         return type(self), (self._reward, self._judging, self._name)
 
     @property
@@ -119,7 +119,7 @@ class RewardProcesses:
         """
         if getattr(self._reward, "slow", False):
             return None
-        one = RewardProcesses(self._reward, Judging("stop", self._judging.timeout_s), self._name)
+        one = RewardProcesses(self._reward, RewardSettings("stop", self._judging.timeout_s), self._name)
         text = str(prompt.answer) if isinstance(prompt.answer, str | int | float) else ""
         try:
             one.judge([Response(prompt, text if text.strip() else prompt.text, True)], step=0)

@@ -272,7 +272,7 @@ KEYS = ("on_error", "timeout_s", "processes")
 """Our keys of `task.reward`, which the function does not get."""
 
 
-class Judging:
+class RewardSettings:
     """The settings of reward processes. `timeout_s`: limit of one response, seconds. Raises ConfigError if a value is
     not allowed; names its key.
     """
@@ -289,7 +289,7 @@ class Judging:
         self.processes = processes
 
     @classmethod
-    def taken_from(cls, reward: Mapping[str, Any]) -> tuple[Judging, Mapping[str, object]]:
+    def taken_from(cls, reward: Mapping[str, Any]) -> tuple[RewardSettings, Mapping[str, object]]:
         """Read our keys of a node `task.reward`; also return the function's keys."""
         judging = cls(**{key: value for key, value in reward.items() if key in KEYS})
         return judging, {key: value for key, value in reward.items() if key not in KEYS}

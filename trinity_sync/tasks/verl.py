@@ -15,7 +15,7 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.samples.record import Prompt
 from trinity_sync.tasks.base import RewardResult
 from trinity_sync.tasks.jsonl import FilePrompts
-from trinity_sync.tasks.rewards import Judging, check_function_file
+from trinity_sync.tasks.rewards import RewardSettings, check_function_file
 from trinity_sync.tasks.rows import FilePaths, FileRows, Row
 
 _SOURCE, _MODEL, _TRUTH, _EXTRA = "data_source", "reward_model", "ground_truth", "extra_info"
@@ -96,7 +96,7 @@ class VerlTask(FilePrompts):
         shuffle: shuffle each pass over the file in another order.
         seed: the run's seed; the prompts are a pure function of the files, the seed and the step.
         prompt_length, response_length: longest prompt and response in tokens, for the explorers.
-        judging: None: the defaults of `Judging`.
+        judging: None: the defaults of `RewardSettings`.
         chat_template: arguments of the tokenizer's chat template, for the explorers.
 
     Raises:
@@ -113,7 +113,7 @@ class VerlTask(FilePrompts):
         *,
         prompt_length: int | None = None,
         response_length: int | None = None,
-        judging: Judging | None = None,
+        judging: RewardSettings | None = None,
         too_long: str = "refuse",
         chat_template: Mapping[str, object] | None = None,
     ) -> None:

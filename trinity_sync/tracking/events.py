@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeAlias, TypeVar
 
 from trinity_sync.tracking import json_lines, units
-from trinity_sync.tracking.json_lines import Packed, Record
+from trinity_sync.tracking.json_lines import PackedRecords, Record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -294,8 +294,8 @@ def stream_events(path: Path) -> Iterator[Event]:
 
 
 def events_of(kind: type[E], events: Iterable[Event]) -> Sequence[E]:
-    """Return the events of one kind, in their order; of `Packed` events without a look at the others."""
-    return events.of(kind) if isinstance(events, Packed) else [one for one in events if isinstance(one, kind)]
+    """Return the events of one kind, in their order; of `PackedRecords` events without a look at the others."""
+    return events.of(kind) if isinstance(events, PackedRecords) else [one for one in events if isinstance(one, kind)]
 
 
 def merged_lines(events: Iterable[Record], metrics: Iterable[Record]) -> Iterator[LogLine]:

@@ -228,8 +228,8 @@ _LARGE = 2**63
 
 
 class _Table:
-    """The items of `Packed` with the same type, keys and types of values; values that all of them have are kept once.
-    `large`: some integers have more than 64 bits.
+    """The items of `PackedRecords` with the same type, keys and types of values. Values that all of them have are kept
+    once. `large`: some integers have more than 64 bits.
     """
 
     def __init__(self, item: object, values: Mapping[str, object], *, large: bool) -> None:
@@ -290,7 +290,7 @@ class _Table:
         return (lambda index: value) if column is None else column.__getitem__
 
 
-class Packed(Sequence[T]):
+class PackedRecords(Sequence[T]):
     """A long list of JSON objects, or of plain objects with such attributes, in a tenth of the memory: the values of a
     key are in one array. Items are made anew whenever they are asked for. Slices share the values.
     """
@@ -306,16 +306,16 @@ class Packed(Sequence[T]):
     def append(self, item: T) -> None:
         self._places.append(self._put(item))
 
-    def of(self, kind: type[E]) -> Packed[E]:
+    def of(self, kind: type[E]) -> PackedRecords[E]:
         """Return the items of a class."""
         wanted = {number for number, table in enumerate(self._tables) if issubclass(table.kind, kind)}
         return self._view(place for place in self._places if place >> 32 in wanted)  # type: ignore[return-value]
 
-    def where(self, wanted: Callable[[T], bool]) -> Packed[T]:
+    def where(self, wanted: Callable[[T], bool]) -> PackedRecords[T]:
         """Return the items that satisfy `wanted`."""
         return self._view(place for place in self._places if wanted(self._made(place)))
 
-    def _view(self, places: Iterable[int]) -> Packed[T]:
+    def _view(self, places: Iterable[int]) -> PackedRecords[T]:
         view = copy.copy(self)
         view._places = array("Q", places)
         return view
@@ -329,9 +329,9 @@ class Packed(Sequence[T]):
     def __getitem__(self, index: int) -> T: ...
 
     @overload
-    def __getitem__(self, index: slice) -> Packed[T]: ...
+    def __getitem__(self, index: slice) -> PackedRecords[T]: ...
 
-    def __getitem__(self, index: int | slice) -> T | Packed[T]:
+    def __getitem__(self, index: int | slice) -> T | PackedRecords[T]:
         return self._made(self._places[index]) if isinstance(index, int) else self._view(self._places[index])
 
     def __setitem__(self, index: int, item: T) -> None:
@@ -362,7 +362,7 @@ class Packed(Sequence[T]):
 
 def column(lines: Iterable[Record], key: str) -> Iterator[object]:
     """Return the value of a key in each line; None where there is none."""
-    return lines.column(key) if isinstance(lines, Packed) else (line.get(key) for line in lines)
+    return lines.column(key) if isinstance(lines, PackedRecords) else (line.get(key) for line in lines)
 
 
 # Whole files: run.json, summary.json, report.html and cut logs.

@@ -246,10 +246,10 @@ class _Display(Live):
         return [Control(*up * more), *super().process_renderables(renderables)]
 
     def _noted(self) -> RenderableType:
-        return _Noted(self._view.render(), self._drawn)
+        return _WidthRecorder(self._view.render(), self._drawn)
 
 
-class _Noted:
+class _WidthRecorder:
     """A drawing that notes the widths of its lines."""
 
     def __init__(self, drawing: RenderableType, widths: list[int]) -> None:

@@ -39,7 +39,7 @@ from trinity_sync.tracking.events import (
     merged_lines,
     stream_events,
 )
-from trinity_sync.tracking.json_lines import Packed, plain
+from trinity_sync.tracking.json_lines import PackedRecords, plain
 from trinity_sync.tracking.live import LiveView, Mode
 from trinity_sync.tracking.run_record import RunFolder, RunRecord, Status, VersionJson
 from trinity_sync.tracking.run_state import RunState
@@ -300,8 +300,8 @@ class Recorder:
             raise refused[0]
 
     def _summarise(self, status: Status, peaks: Mapping[str, int]) -> Summary:
-        metrics = Packed(json_lines.stream(self.folder.metrics))
-        events = Packed(stream_events(self.folder.events))
+        metrics = PackedRecords(json_lines.stream(self.folder.metrics))
+        events = PackedRecords(stream_events(self.folder.events))
         wall = wall_seconds(self._record.to_json(), metrics, events)
         return summarise(metrics, events, status, wall, peaks, self._checkpoints)
 
@@ -370,7 +370,7 @@ class Recorder:
         try:
             kinds = (PublishEvent, CommitEvent)
             digests = version_digests(
-                Packed(one for one in stream_events(self.folder.events) if isinstance(one, kinds))
+                PackedRecords(one for one in stream_events(self.folder.events) if isinstance(one, kinds))
             )
         except RunError:
             return None  # the summary reports events that cannot be read

@@ -29,7 +29,7 @@ ResumeCommand = Callable[[Path, str], str]
 """Returns the command that resumes the run in a folder, whose name in the command is the text."""
 
 
-class _Closing:
+class _SummaryView:
     """The summary as rich prints it: as wide as the output, in ASCII if the output is limited to that."""
 
     def __init__(
@@ -61,7 +61,7 @@ def render_summary(
     """Render the status, the figures, the folder of a run and its next command. Returns a text for ``console.print(...,
     crop=False)``: long paths and commands stay whole.
     """
-    return _Closing(summary, Path(run_dir), total_steps, error, resume)
+    return _SummaryView(summary, Path(run_dir), total_steps, error, resume)
 
 
 def lay_out(rows: Sequence[tuple[str, str]], width: int) -> list[tuple[str, str]]:

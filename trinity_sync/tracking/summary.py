@@ -499,9 +499,9 @@ def is_late(line: Record) -> bool:
     return "timing/step" not in line and any(name.startswith("val/") for name in line)
 
 
-def put_to_steps(metrics: Iterable[Record]) -> json_lines.Packed[Record]:
+def put_to_steps(metrics: Iterable[Record]) -> json_lines.PackedRecords[Record]:
     """Move the values of late validations into the lines of their steps; lines oldest first."""
-    found: json_lines.Packed[Record] = json_lines.Packed()
+    found: json_lines.PackedRecords[Record] = json_lines.PackedRecords()
     places: dict[int | None, int] = {}
     for line in metrics:
         step = json_lines.metrics_step(line)

@@ -116,7 +116,7 @@ class _Feed:
     def __init__(self, tracker: Tracker, run: TrackedRun, report: Callable[[str, str], object]) -> None:
         self.name = _name(tracker)
         self.names: Names = getattr(tracker, "names", "ours")
-        self.tracker: Tracker = Apart(tracker, self.name) if getattr(tracker, "apart", False) else tracker
+        self.tracker: Tracker = TrackerChild(tracker, self.name) if getattr(tracker, "apart", False) else tracker
         self._limit_s = float(getattr(tracker, "timeout_s", LIMIT_S))
         self._report = report
         self._reported: set[_Kind] = set()
@@ -224,7 +224,7 @@ _LAST_S = 10.0
 _Requests = SimpleQueue[tuple[str, tuple[object, ...]] | None]
 
 
-class Apart:
+class TrackerChild:
     """Hands the calls of a tracker to a process of its own, and waits for each: `Trackers` bounds that. `tracker`: not
     started yet; it is pickled. `name`: of its log, ``logs/tracker-<name>.log``.
     """

@@ -64,7 +64,7 @@ class Tracker(Protocol):
 
     - ``timeout_s``: timeout of the start, and of the rest at the end of the run, in seconds.
     - ``names``: the names of its metrics, ``ours`` by default; `build_trackers` sets it by the config.
-    - ``apart``: true for a process of its own (`tracker_feed.Apart`); the tracker is pickled before it starts.
+    - ``apart``: true for a process of its own (`tracker_feed.TrackerChild`); the tracker is pickled before it starts.
     """
 
     def start(self, run: TrackedRun) -> None:

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 
-from trinity_sync.actors.rank_client import Digested
+from trinity_sync.actors.rank_client import WeightsDigest
 from trinity_sync.backends.base import HeldBase
 from trinity_sync.checkpoint.reading import Weights, WeightsError, open_weights
 from trinity_sync.errors import ConfigError
 from trinity_sync.weights.digests import version_digest
-from trinity_sync.weights.saved_views import Saved
+from trinity_sync.weights.saved_views import SavedTensor
 from trinity_sync.weights.shards import Shard, listed, matrix_view
 from trinity_sync.weights.tensors import digest_entry, to_torch
 from trinity_sync.weights.wire import WireFormat
@@ -26,7 +26,7 @@ class BaseModel:
     travel. Raises ConfigError if it cannot be read, or lacks one of them.
     """
 
-    def __init__(self, folder: Path, saved: Mapping[str, Saved]) -> None:
+    def __init__(self, folder: Path, saved: Mapping[str, SavedTensor]) -> None:
         self._folder = folder
         self._saved = saved
         self._weights = _opened(folder)
@@ -71,13 +71,13 @@ class BaseModel:
             raise ConfigError(f"model.path={self._folder}: {error}") from error
 
 
-def check_held(folder: Path, base: HeldBase, wire_dtype: str, *, digested: bool) -> Digested | None:
+def check_held(folder: Path, base: HeldBase, wire_dtype: str, *, digested: bool) -> WeightsDigest | None:
     """Check a rank's part of the base against the folder. Not collective. `wire_dtype`: dtype of floating tensors in
     versions, as safetensors names it.
     """
     digest = BaseModel(folder, base.saved).check(base.shards, base.sources, digested=digested)
     wire = WireFormat.seen(wire_dtype, {name: saved.dtype for name, saved in base.saved.items()})
-    return None if digest is None else Digested(digest, wire)
+    return None if digest is None else WeightsDigest(digest, wire)
 
 
 def _opened(folder: Path) -> Weights:

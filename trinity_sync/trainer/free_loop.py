@@ -25,13 +25,13 @@ import numpy as np
 from trinity_sync.host import interrupts
 from trinity_sync.host.threads import in_background
 from trinity_sync.protocol.versions import Version
-from trinity_sync.samples.advantages import Drawn
+from trinity_sync.samples.advantages import DrawnGroups
 from trinity_sync.samples.batch import SampleBatch
 from trinity_sync.samples.metrics import Line, ValidationAnswers
 from trinity_sync.sync.base import Publisher
 from trinity_sync.tracking.events import SkipEvent
 from trinity_sync.trainer.full_saves import FullSaves
-from trinity_sync.trainer.steps import Staged, Steps, Timing
+from trinity_sync.trainer.steps import StagedVersion, Steps, StepTimes
 
 
 class SampleSource(Protocol):
@@ -48,7 +48,7 @@ class SampleSource(Protocol):
     def take(self, step: int) -> SampleBatch:
         """Return the samples for the update of this step; wait while too few are ready."""
 
-    def drawn(self) -> Drawn | None:
+    def drawn(self) -> DrawnGroups | None:
         """Return everything drawn for the last batch; None: the batch is everything."""
 
     def advantages(self, batch: SampleBatch) -> np.ndarray:
@@ -118,7 +118,7 @@ class FreeLoop:
         self._mode = mode
         self._saves = saves
         self._stop = stop
-        self._publishing: Future[Staged] | None = None
+        self._publishing: Future[StagedVersion] | None = None
         self._newest = -1
 
     def run(self) -> bool:
@@ -143,7 +143,7 @@ class FreeLoop:
 
     def _step(self, step: int) -> bool:
         """Do one step; return whether the run stops after it."""
-        settings, timing = self._settings, Timing()
+        settings, timing = self._settings, StepTimes()
         started = time.perf_counter()
         with timing.of("generate"):  # the trainer's wait for samples
             batch = self._source.take(step)
@@ -236,10 +236,10 @@ class FreeLoop:
     def _skip(self, step: int, reason: str) -> None:
         self._log.event(SkipEvent(version=step, reason=reason))
 
-    def _publish(self, version: Version, started: float) -> Staged:
+    def _publish(self, version: Version, started: float) -> StagedVersion:
         try:
             sealed = self._steps.wait_sealed(version)
-            staged = Staged(sealed, sealed.blocked_s, started, time.perf_counter() - started)
+            staged = StagedVersion(sealed, sealed.blocked_s, started, time.perf_counter() - started)
             published = self._mode.publish(sealed)
             self._source.published(version.step)
             self._steps.record_publish(staged, published)
@@ -257,6 +257,6 @@ class FreeLoop:
         with contextlib.suppress(Exception):
             self._publishing.result(timeout=interrupts.left(_ENDED_S, interrupts.REST_S))
 
-    def _wait_published(self) -> Staged | None:
+    def _wait_published(self) -> StagedVersion | None:
         """Wait for the version that is being published and return it. The thread's own waits have timeouts."""
         return self._publishing.result() if self._publishing is not None else None

@@ -20,13 +20,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from trinity_sync.actors.agent_client import AgentClient
 from trinity_sync.actors.calls import ANSWER_S, ended, results
-from trinity_sync.actors.monitor_client import Committed, MonitorClient, commit_events
-from trinity_sync.actors.pending import Pending
+from trinity_sync.actors.monitor_client import CommitReport, MonitorClient, commit_events
+from trinity_sync.actors.pending import PendingCall
 from trinity_sync.actors.rank_client import RankClient
 from trinity_sync.actors.synchronizer_client import SynchronizerClient
 from trinity_sync.checkpoint.folder.commits import keep_weights
 from trinity_sync.checkpoint.folder.contents import TRAINER_STATE, file_entry
-from trinity_sync.errors import ProcessLost, RunError, TrinityError, WaitTimeout
+from trinity_sync.errors import ProcessLoss, RunError, TrinityError, WaitTimeout
 from trinity_sync.host.interrupts import REST_S, left
 from trinity_sync.protocol.parts import CommitMeta, FileEntry, Kind
 from trinity_sync.protocol.versions import Version
@@ -105,7 +105,7 @@ class FullSaves:
         self._trainer = trainer
         self._settings = settings
         self._log = log
-        self._pending: dict[Pending[Committed], _OpenSave] = {}
+        self._pending: dict[PendingCall[CommitReport], _OpenSave] = {}
         self._unreported: list[_DriverPart] = []
         self._reporting = threading.RLock()
         self._failed: dict[int, TrinityError] = {}
@@ -129,7 +129,7 @@ class FullSaves:
         self._log.saving(step)
         try:
             self._begin(step, digest, metrics, published, state or {}, late)
-        except _SaveFailed as failure:
+        except _SaveError as failure:
             self._monitor.fail_step(step, str(failure), attempt=self._settings.attempt)
             self._fail(step, self._first_failure(step) or failure)
 
@@ -149,7 +149,7 @@ class FullSaves:
         try:
             folder = _begin(self._monitor, Version(settings.attempt, step), "full", parts, settings, metrics)
         except TrinityError as error:
-            raise _SaveFailed(str(error)) from error
+            raise _SaveError(str(error)) from error
         call = self._monitor.wait_committed(step, settings.attempt, settings.save_timeout_s, kind="full")
         limit = _WAITS_OF_A_RANK * settings.save_timeout_s + _ASK_S
         blocked = self._trainer.all(lambda rank: rank.save(step, str(folder)), limit)
@@ -165,7 +165,7 @@ class FullSaves:
                 (folder / name).write_text(text)
             files = [file_entry(folder, name) for name in texts]
         except OSError as error:
-            raise _SaveFailed(f"{error.filename or folder}: {error.strerror}") from error
+            raise _SaveError(f"{error.filename or folder}: {error.strerror}") from error
         if not settings.of_versions:
             digest = None
         wait_s = settings.save_timeout_s / 2
@@ -244,7 +244,7 @@ class FullSaves:
                 ended(self._pending, left(seconds, REST_S))
             self.poll()
 
-    def _collect(self, call: Pending[Committed], timeout_s: float = 1.0) -> None:
+    def _collect(self, call: PendingCall[CommitReport], timeout_s: float = 1.0) -> None:
         save = self._pending[call]
         try:
             result = call.result(timeout_s)
@@ -287,8 +287,8 @@ class FullSaves:
         newest = max(self._failed, default=-1)
         if newest > self._succeeded:
             error = self._failed[newest]
-            lost = any(isinstance(one, ProcessLost) for one in (error, error.__cause__))
-            raise (ProcessLost if lost else RunError)(f"the newest checkpoint could not be saved: {error}") from error
+            lost = any(isinstance(one, ProcessLoss) for one in (error, error.__cause__))
+            raise (ProcessLoss if lost else RunError)(f"the newest checkpoint could not be saved: {error}") from error
 
 
 def driver_state(folder: Path, name: str) -> Mapping[str, object] | None:
@@ -302,7 +302,7 @@ def driver_state(folder: Path, name: str) -> Mapping[str, object] | None:
     return state.get(name)
 
 
-class _SaveFailed(RunError):  # noqa: N818 - the name states the event
+class _SaveError(RunError):
     """The driver's part of a save failed."""
 
 
@@ -349,7 +349,7 @@ class WeightSaves:
         call.result(self._settings.save_timeout_s)
 
 
-def record_commit(log: Recorder, result: Committed, blocked_s: float, began: float | None) -> None:
+def record_commit(log: Recorder, result: CommitReport, blocked_s: float, began: float | None) -> None:
     """Record the events of `commit_events`."""
     for event in commit_events(result, blocked_s, began):
         log.event(event)

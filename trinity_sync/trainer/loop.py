@@ -20,7 +20,7 @@ import numpy as np
 from trinity_sync.actors.explorer_client import LoadReport
 from trinity_sync.host import interrupts
 from trinity_sync.protocol.versions import Version
-from trinity_sync.samples.advantages import Drawn
+from trinity_sync.samples.advantages import DrawnGroups
 from trinity_sync.samples.batch import PairBatch, SampleBatch
 from trinity_sync.samples.metrics import Line
 from trinity_sync.samples.position import GroupId, Numbering, Position
@@ -29,7 +29,7 @@ from trinity_sync.tasks.conversations import Conversation
 from trinity_sync.tasks.encoding import PairEncoder
 from trinity_sync.tasks.pairs import TextPair
 from trinity_sync.trainer.full_saves import FullSaves
-from trinity_sync.trainer.steps import Staged, Steps, Timing, record_load
+from trinity_sync.trainer.steps import StagedVersion, Steps, StepTimes, record_load
 
 
 class Data(Protocol):
@@ -38,7 +38,7 @@ class Data(Protocol):
     def batch(self, step: int) -> SampleBatch | PairBatch:
         """Return the batch of a step, the same at each call."""
 
-    def drawn(self) -> Drawn | None:
+    def drawn(self) -> DrawnGroups | None:
         """Return everything drawn for the last batch; None: the batch is everything."""
 
     def advantages(self, batch: Any) -> np.ndarray | None:
@@ -107,10 +107,10 @@ class TrainingLoop:
         begin = settings.first - 1
         if settings.explores:
             first = self._first_version()
-            self._publish(first, Timing())
+            self._publish(first, StepTimes())
             begin = first.sealed.version.step
         if self._validator is not None and self._validator.at_start:
-            timing = Timing()
+            timing = StepTimes()
             validated = self._validate(self._validator, begin, timing)
             self._log.metrics(begin, {**validated, **timing.seconds})
         step = settings.first - 1
@@ -123,7 +123,7 @@ class TrainingLoop:
 
     def _step(self, step: int) -> bool:
         """Do one step; return whether the run stops after it."""
-        settings, timing = self._settings, Timing()
+        settings, timing = self._settings, StepTimes()
         started = time.perf_counter()
         with timing.of("generate"):
             batch = self._data.batch(step)
@@ -158,13 +158,13 @@ class TrainingLoop:
         self._saves.poll()
         return stops
 
-    def _validate(self, validator: Validator, step: int, timing: Timing) -> dict[str, float]:
+    def _validate(self, validator: Validator, step: int, timing: StepTimes) -> dict[str, float]:
         with timing.of("validate"):
             metrics = validator.run(step)
         self._steps.record_validation(step, metrics, validator)
         return metrics
 
-    def _first_version(self) -> Staged:
+    def _first_version(self) -> StagedVersion:
         """Stage the trainer's weights or, after a resume, the other version that the explorers held."""
         settings = self._settings
         if self._restored is None:
@@ -174,9 +174,9 @@ class TrainingLoop:
         version = Version(settings.attempt, step)
         restore(version, self._steps.begin(version))
         sealed = self._steps.wait_sealed(version)
-        return Staged(sealed, 0.0, started, time.perf_counter() - started)
+        return StagedVersion(sealed, 0.0, started, time.perf_counter() - started)
 
-    def _publish(self, staged: Staged, timing: Timing) -> None:
+    def _publish(self, staged: StagedVersion, timing: StepTimes) -> None:
         with timing.of("publish"):
             published = self._mode.publish(staged.sealed)
         self._steps.record_publish(staged, published)

@@ -47,7 +47,7 @@ from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.shard_file import Extent
 from trinity_sync.weights.slots import map_segment
 from trinity_sync.weights.snapshot import Snapshot, StatePlan, plan
-from trinity_sync.weights.staging import Copying, Sources, enqueued, pin_segment, stage, unpin_segment
+from trinity_sync.weights.staging import Sources, TensorCopy, enqueued, pin_segment, stage, unpin_segment
 
 
 class Member:
@@ -319,7 +319,7 @@ class Saver(ABC, Generic[B]):
         self._timeout_s = meetings.timeout_s
         self._part = part
         self._lazy = lazy and backend.deadline == "optimizer_step"
-        self._copying: Snapshot | Copying | None = None
+        self._copying: Snapshot | TensorCopy | None = None
         self._step = -1
         self._blocked_s = 0.0
         if self._lazy:

@@ -13,15 +13,15 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import numpy as np
 
 from trinity_sync.actors.calls import ANSWER_S, put
-from trinity_sync.actors.explorer_client import Generated, LoadReport
-from trinity_sync.actors.synchronizer_client import Sealed, SynchronizerClient
+from trinity_sync.actors.explorer_client import Generation, LoadReport
+from trinity_sync.actors.synchronizer_client import SealedVersion, SynchronizerClient
 from trinity_sync.backends.option import backend_option
 from trinity_sync.config.schema import Config, InRewardConfig
 from trinity_sync.errors import ConfigError, RunError, grown
 from trinity_sync.host import interrupts
 from trinity_sync.protocol.parts import VersionBytes
 from trinity_sync.protocol.versions import LOAD_HOPS, Version
-from trinity_sync.samples.advantages import Drawn
+from trinity_sync.samples.advantages import DrawnGroups
 from trinity_sync.samples.batch import PairBatch, SampleBatch, staleness
 from trinity_sync.samples.metrics import Line, ValidationTimes, batch_metrics, drawn_metrics
 from trinity_sync.sync.base import Published
@@ -92,7 +92,7 @@ class LoopSettings:
 
 
 @dataclass
-class Timing:
+class StepTimes:
     """Seconds of the parts of one step, by the metric's name."""
 
     seconds: dict[str, float] = field(default_factory=dict)
@@ -111,12 +111,12 @@ class Timing:
 
 
 @dataclass(frozen=True)
-class Staged:
+class StagedVersion:
     """A version in a slot. `blocked_s`: seconds in which the trainer was blocked for it. `sealed_s`: seconds from then
     until it was sealed.
     """
 
-    sealed: Sealed
+    sealed: SealedVersion
     blocked_s: float
     started: float
     sealed_s: float
@@ -160,7 +160,7 @@ class Steps:
         self._synchronizer = synchronizer
         self._parts = parts
 
-    def measure(self, step: int, batch: SampleBatch | PairBatch, drawn: Drawn | None) -> dict[str, float]:
+    def measure(self, step: int, batch: SampleBatch | PairBatch, drawn: DrawnGroups | None) -> dict[str, float]:
         """Return the metrics of a step's batch. Records events: responses that could not be judged, and a batch filled
         with groups of equal rewards.
         """
@@ -233,13 +233,12 @@ class Steps:
 
     def copy(self, version: Version, slot: int, *, lazily: bool = False) -> float:
         """Have all ranks copy their weights into a slot. `lazily`: the ranks may copy while they train, until their
-        weights change. Returns seconds in which the trainer was blocked so far; of a lazy copy `Sealed.blocked_s` has
-        all.
+        weights change. Returns the seconds of blocked training so far; at the end they are `SealedVersion.blocked_s`.
         """
         limit = self._limit(self.settings.version_bytes.part)
         return max(self._trainer.all(lambda rank: rank.stage(version, slot, lazily=lazily), limit))
 
-    def wait_sealed(self, version: Version) -> Sealed:
+    def wait_sealed(self, version: Version) -> SealedVersion:
         """Wait until all parts of a version are in its slot and digested. Any thread."""
         limit = self._limit(self.settings.version_bytes.part + self.settings.version_bytes.node)
         return self._synchronizer.wait_sealed(version, limit).result(limit + ANSWER_S)
@@ -247,12 +246,12 @@ class Steps:
     def _limit(self, nbytes: int) -> float:
         return grown(self.settings.sync_timeout_s, nbytes)
 
-    def stage(self, version: Version) -> Staged:
+    def stage(self, version: Version) -> StagedVersion:
         """Do `begin`, `copy` and `wait_sealed`."""
         started = time.perf_counter()
         blocked = self.copy(version, self.begin(version))
         sealed = self.wait_sealed(version)
-        return Staged(sealed, blocked, started, time.perf_counter() - started)
+        return StagedVersion(sealed, blocked, started, time.perf_counter() - started)
 
     def give_up(self, version: Version, error: str) -> None:
         """Fail a version that will not be complete, and with it all waits for it. Any thread."""
@@ -262,7 +261,7 @@ class Steps:
         """Free the slot of a version that is not published."""
         self._synchronizer.discard(version).result(self._synchronizer.timeout_s)
 
-    def record_publish(self, staged: Staged, published: Published | None) -> None:
+    def record_publish(self, staged: StagedVersion, published: Published | None) -> None:
         """Record that a version is available. Any thread."""
         sealed, nbytes = staged.sealed, staged.sealed.nbytes
         sent = published or Published(encoding="full", nbytes=nbytes)
@@ -315,7 +314,7 @@ def record_load(log: Recorder, report: LoadReport) -> None:
         log.event(FaultEvent(where=report.explorer, error=report.fault))
 
 
-def record_generated(log: Recorder, generated: Generated) -> None:
+def record_generated(log: Recorder, generated: Generation) -> None:
     """Record that an explorer made samples. Any thread."""
     log.event(GenerateEvent(**asdict(generated)))
 

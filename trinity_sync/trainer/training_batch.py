@@ -20,7 +20,7 @@ from verl.utils.seqlen_balancing import get_seqlen_balanced_partitions
 from trinity_sync.errors import RunError
 
 
-class Batching(TypedDict):
+class BatchSizes(TypedDict):
     """The batch sizes of a forward and backward and of an optimizer step.
 
     Attributes:
@@ -83,7 +83,7 @@ def grpo_batch(
     temperature: float,
     entropy: bool = False,
     staleness: Sequence[np.ndarray] | None = None,
-    **batching: Unpack[Batching],
+    **batching: Unpack[BatchSizes],
 ) -> TensorDict:
     """Make a rank's share of a GRPO step for `trainer.algorithms.policy_loss`. It has the sampler's log-probs twice: as
     `rollout_log_probs`, and as `old_log_probs`, which `recomputed` replaces.
@@ -123,7 +123,7 @@ def sft_batch(
     responses: Sequence[np.ndarray],
     *,
     learnt: Sequence[np.ndarray] | None = None,
-    **batching: Unpack[Batching],
+    **batching: Unpack[BatchSizes],
 ) -> TensorDict:
     """Make a rank's share of a supervised step for verl's `sft_loss`; arguments as for `grpo_batch`. `learnt`: bool per
     sequence, marks the response tokens that count; None: all.
@@ -155,7 +155,7 @@ def _jagged(values: np.ndarray, lengths: Sequence[int]) -> torch.Tensor:
 
 
 def _with_settings(
-    tensors: dict[str, torch.Tensor], batching: Batching, *, temperature: float, entropy: bool = False
+    tensors: dict[str, torch.Tensor], batching: BatchSizes, *, temperature: float, entropy: bool = False
 ) -> TensorDict:
     max_tokens = batching.get("max_tokens")
     settings = {

@@ -31,7 +31,7 @@ from verl.workers.engine_workers import TrainingWorker
 from verl.workers.utils.losses import sft_loss
 from verl.workers.utils.padding import response_from_nested
 
-from trinity_sync.actors.rank_client import Divergences, LossSum, RankInfo, Recomputed, Untrained
+from trinity_sync.actors.rank_client import Divergences, LogProbShare, LossSum, RankInfo, UntrainedTensors
 from trinity_sync.backends import packed_attention
 from trinity_sync.backends.adapters import adapter_off, adapter_targets
 from trinity_sync.backends.base import AdapterBackend, Engine, FsdpEngine
@@ -54,7 +54,7 @@ from trinity_sync.trainer.algorithms.policy_loss import as_means
 from trinity_sync.trainer.base_model import check_held
 from trinity_sync.trainer.member import Member, join_group
 from trinity_sync.trainer.training_batch import (
-    Batching,
+    BatchSizes,
     check_fits,
     grpo_batch,
     micro_batch_size,
@@ -110,7 +110,7 @@ class TrinityWorker(Member, TrainingWorker):
             info = replace(info, reference=reference_digest(self._spec.reference))
         if first and (names := left_out.drafts + left_out.tower):
             digest = digest_left_out(open_hugging_face(folder), names)
-            info = replace(info, left_out=Untrained(str(folder), names, digest, left_out.tower))
+            info = replace(info, left_out=UntrainedTensors(str(folder), names, digest, left_out.tower))
         return info
 
     def _make_reference(self) -> ReferenceModel | BaseOfAdapter | None:
@@ -176,7 +176,7 @@ class TrinityWorker(Member, TrainingWorker):
         data = compared[1] if compared and compared[0] == step else self._samples(step, batch, rows, batching)
         return with_advantages(data, advantages[rows])
 
-    def _share_of(self, batch: SampleBatch | PairBatch) -> tuple[np.ndarray, Batching]:
+    def _share_of(self, batch: SampleBatch | PairBatch) -> tuple[np.ndarray, BatchSizes]:
         """Return the sequences of a step that this rank has, and their batching."""
         spec = self._spec
         ranks = self.engine.get_data_parallel_size()
@@ -184,14 +184,14 @@ class TrinityWorker(Member, TrainingWorker):
         balanced = batch.lengths if spec.balance_tokens else None
         mine = share(len(batch), self.engine.get_data_parallel_rank(), ranks, spec.mini_batches, balanced=balanced)
         local = len(mine) // spec.mini_batches
-        return mine, Batching(
+        return mine, BatchSizes(
             micro_batch=micro_batch_size(local, spec.micro_batch_size),
             global_mini_batch=len(batch) // spec.mini_batches,
             max_tokens=spec.max_tokens,
             packed=self.model_config.use_remove_padding,
         )
 
-    def _samples(self, step: int, batch: SampleBatch, rows: np.ndarray, batching: Batching) -> TensorDict:
+    def _samples(self, step: int, batch: SampleBatch, rows: np.ndarray, batching: BatchSizes) -> TensorDict:
         """Return samples without advantages, with the log-probs that the algorithm needs. Collective."""
         spec = self._spec
         data = grpo_batch(
@@ -212,7 +212,7 @@ class TrinityWorker(Member, TrainingWorker):
         """Measure the loss of this rank's share of a batch; see `loss_sum`. Collective."""
         return loss_sum(self.engine, self._spec, batch)
 
-    def recompute(self, batch: SampleBatch) -> Recomputed | None:
+    def recompute(self, batch: SampleBatch) -> LogProbShare | None:
         """Compute the log-probs of this rank's share of samples; see `training_log_probs`. Collective."""
         return training_log_probs(self.engine, self._spec, batch)
 
@@ -432,7 +432,7 @@ def loss_sum(engine: Engine, spec: WorkerSpec, batch: PairBatch) -> LossSum | No
     return LossSum(share=engine.get_data_parallel_rank(), loss=_summed(log_probs, data), tokens=tokens)
 
 
-def training_log_probs(engine: Engine, spec: WorkerSpec, batch: SampleBatch) -> Recomputed | None:
+def training_log_probs(engine: Engine, spec: WorkerSpec, batch: SampleBatch) -> LogProbShare | None:
     """Compute the log-probs of a rank's share of samples as training does, with dropout, without a gradient. The random
     numbers of training do not change. Collective; arguments and errors as of `loss_sum`. Returns None on pipeline
     stages before the last.
@@ -450,10 +450,10 @@ def training_log_probs(engine: Engine, spec: WorkerSpec, batch: SampleBatch) -> 
         log_probs = inferred(engine, data, training=True)
     if log_probs is None:
         return None
-    return Recomputed(rows[mine], response_from_nested(log_probs, data["response_mask"]).values().numpy())
+    return LogProbShare(rows[mine], response_from_nested(log_probs, data["response_mask"]).values().numpy())
 
 
-def _share(engine: Engine, spec: WorkerSpec, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, Batching]:
+def _share(engine: Engine, spec: WorkerSpec, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray, BatchSizes]:
     """Return the rows of a batch of any size, the shortest repeated until all ranks have as many micro-batches; the
     places in them of this rank's rows; and their batching.
     """
@@ -462,7 +462,7 @@ def _share(engine: Engine, spec: WorkerSpec, lengths: np.ndarray) -> tuple[np.nd
     each = min(-(-len(lengths) // ranks), spec.micro_batch_size)
     rows = np.append(np.arange(len(lengths)), np.full(-len(lengths) % (ranks * each), np.argmin(lengths)))
     mine = share(len(rows), engine.get_data_parallel_rank(), ranks, 1)
-    batching = Batching(
+    batching = BatchSizes(
         micro_batch=micro_batch_size(len(mine), spec.micro_batch_size),
         global_mini_batch=len(rows),
         max_tokens=spec.max_tokens,

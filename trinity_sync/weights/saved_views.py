@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 
-class Saved(NamedTuple):
+class SavedTensor(NamedTuple):
     """A tensor that ``save_pretrained`` would write, and the place of its elements in the model."""
 
     dtype: str  # safetensors name
@@ -30,12 +30,12 @@ class Saved(NamedTuple):
     offset: int = 0  # of the view's first element, in elements
 
     @classmethod
-    def as_held(cls, dtype: str, shape: Sequence[int], name: str) -> Saved:
+    def as_held(cls, dtype: str, shape: Sequence[int], name: str) -> SavedTensor:
         """Return a tensor that is saved as the model holds it."""
         return cls(dtype, tuple(shape), name, row_major(shape))
 
 
-class Strided(NamedTuple):
+class StridedView(NamedTuple):
     """A strided view of a flat tensor, all in elements: shape, strides, and the place of its first element."""
 
     shape: tuple[int, ...]
@@ -51,7 +51,7 @@ class Cut:
     """
 
     shard: Shard
-    views: tuple[Strided, ...]
+    views: tuple[StridedView, ...]
 
     @property
     def is_view(self) -> bool:
@@ -78,7 +78,7 @@ def row_major(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def by_held(saved: Mapping[str, Saved]) -> dict[str, list[str]]:
+def by_held(saved: Mapping[str, SavedTensor]) -> dict[str, list[str]]:
     """Return the names of the saved tensors of each model tensor, in the order of their places in it."""
     found: dict[str, list[str]] = defaultdict(list)
     for name, tensor in saved.items():
@@ -89,7 +89,7 @@ def by_held(saved: Mapping[str, Saved]) -> dict[str, list[str]]:
     return dict(found)
 
 
-def is_rectangular(saved: Saved) -> bool:
+def is_rectangular(saved: SavedTensor) -> bool:
     """Return whether a range of the model tensor's elements is rectangles of the saved one.
 
     It is, if no dimension steps through another: views, transposes, splits and expansions; not sliding windows.
@@ -103,7 +103,7 @@ def is_rectangular(saved: Saved) -> bool:
     return True
 
 
-def cut(name: str, saved: Saved, start: int, stop: int) -> Cut | None:
+def cut(name: str, saved: SavedTensor, start: int, stop: int) -> Cut | None:
     """Cut a saved tensor, which `is_rectangular`, by elements `start` to `stop` of the row-major model tensor, or
     return None.
 
@@ -117,12 +117,12 @@ def cut(name: str, saved: Saved, start: int, stop: int) -> Cut | None:
         if first >= last:
             return None
         shard = flat_range(name, saved.dtype, saved.shape, first, last)
-        return Cut(shard, (Strided((last - first,), (1,), saved.offset + first - start),))
+        return Cut(shard, (StridedView((last - first,), (1,), saved.offset + first - start),))
     dims = _by_stride(saved)
     sizes = tuple(saved.shape[dim] for dim in dims)
     first, last = (_elements_before(at - saved.offset, saved, dims) for at in (start, stop))
     rects: list[Rect] = []
-    views: list[Strided] = []
+    views: list[StridedView] = []
     end = 0
     for offset, size in boxes(sizes, first, last):
         box = _widened(saved, dims, (offset, size))
@@ -134,12 +134,12 @@ def cut(name: str, saved: Saved, start: int, stop: int) -> Cut | None:
     return Cut(Shard(name, saved.dtype, saved.shape, tuple(rects)), tuple(views)) if rects else None
 
 
-def _by_stride(saved: Saved) -> list[int]:
+def _by_stride(saved: SavedTensor) -> list[int]:
     dims = [dim for dim, size in enumerate(saved.shape) if size > 1 and saved.stride[dim]]
     return sorted(dims, key=lambda dim: -saved.stride[dim])
 
 
-def _elements_before(at: int, saved: Saved, dims: Sequence[int]) -> int:
+def _elements_before(at: int, saved: SavedTensor, dims: Sequence[int]) -> int:
     """Count the view's elements before position `at` in the order of memory, counted from its first."""
     if at <= 0:
         return 0
@@ -154,7 +154,7 @@ def _elements_before(at: int, saved: Saved, dims: Sequence[int]) -> int:
     return min(index + (at > 0), total)
 
 
-def _widened(saved: Saved, dims: Sequence[int], box: Box) -> Box:
+def _widened(saved: SavedTensor, dims: Sequence[int], box: Box) -> Box:
     """Extend a box along some dimensions to all: whole along those in which elements repeat."""
     offset, size = [0] * len(saved.shape), list(saved.shape)
     for dim, first, count in zip(dims, *box, strict=True):
@@ -162,7 +162,7 @@ def _widened(saved: Saved, dims: Sequence[int], box: Box) -> Box:
     return tuple(offset), tuple(size)
 
 
-def _in_row_order(saved: Saved, box: Box) -> tuple[int, Strided]:
+def _in_row_order(saved: SavedTensor, box: Box) -> tuple[int, StridedView]:
     """Return the first of the trailing dimensions that form one run of columns, and the box's elements in the order of
     its rectangles: for each run of columns the rows.
     """
@@ -172,7 +172,7 @@ def _in_row_order(saved: Saved, box: Box) -> tuple[int, Strided]:
         last -= 1
     order = [*range(1, last), 0, *range(max(last, 1), len(shape))]
     first = saved.offset + sum(step * at for step, at in zip(saved.stride, offset, strict=True))
-    return last, Strided(tuple(size[dim] for dim in order), tuple(saved.stride[dim] for dim in order), first)
+    return last, StridedView(tuple(size[dim] for dim in order), tuple(saved.stride[dim] for dim in order), first)
 
 
 def _rects(shape: tuple[int, ...], box: Box, last: int) -> Iterator[tuple[int, int, int, int]]:

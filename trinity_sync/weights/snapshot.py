@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from trinity_sync.errors import RunError
 from trinity_sync.weights.layout import Segment, aligned
 from trinity_sync.weights.shard_file import Extent
-from trinity_sync.weights.staging import Copying
+from trinity_sync.weights.staging import TensorCopy
 
 _MAX_CONSTANT_BYTES = 1 << 20
 
@@ -85,7 +85,7 @@ class Snapshot:
         self._places = {storage._cdata: offset for storage, offset in plan.places}
         devices = {storage.device for storage, _ in plan.places}
         # Only the copying refers to the plan, until it has ended; see `let_go`.
-        self._copying = Copying(_pairs(plan, self._target), devices, what)
+        self._copying = TensorCopy(_pairs(plan, self._target), devices, what)
 
     @property
     def names(self) -> set[str]:

@@ -119,7 +119,7 @@ def _typed(layout: PartLayout, data: torch.Tensor) -> dict[str, torch.Tensor]:
     }
 
 
-def _runs(layout: PartLayout, sources: Sources) -> Iterator[tuple[torch.Tensor | Computed, str, int]]:
+def _runs(layout: PartLayout, sources: Sources) -> Iterator[tuple[torch.Tensor | ComputedTensor, str, int]]:
     """Yield (elements, dtype in the segment, first byte there) of each copy: a source, or several that are adjacent
     both in memory and in the segment. Each source is looked up once. Raises StageError: at the end, for all sources
     that do not match.
@@ -144,7 +144,7 @@ def _runs(layout: PartLayout, sources: Sources) -> Iterator[tuple[torch.Tensor |
             continue
         if not numel:
             continue
-        if isinstance(source, Computed):
+        if isinstance(source, ComputedTensor):
             yield source, dtype, start
             continue
         if run is None or start != end or dtype != run[1] or not run[0].take(source):
@@ -159,7 +159,7 @@ def _runs(layout: PartLayout, sources: Sources) -> Iterator[tuple[torch.Tensor |
 
 
 def _stage_cuda(
-    source: torch.Tensor | Computed,
+    source: torch.Tensor | ComputedTensor,
     place: torch.Tensor,
     streams: set[torch.cuda.Stream],
     after: torch.cuda.Event | None,
@@ -227,7 +227,7 @@ def unpin_segment(segment: Segment) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Computed:
+class ComputedTensor:
     """A tensor that is computed when it is copied, so that not all of them are in memory at a time.
 
     `compute` returns a new tensor each time, in the device's current stream; the other attributes describe that tensor.
@@ -246,19 +246,19 @@ class Computed:
         return self.elements
 
 
-Sources: TypeAlias = Mapping[str, torch.Tensor | Computed]
+Sources: TypeAlias = Mapping[str, torch.Tensor | ComputedTensor]
 """A rank's sources by tensor name."""
 
 
-def computed(source: torch.Tensor | Computed) -> torch.Tensor:
+def computed(source: torch.Tensor | ComputedTensor) -> torch.Tensor:
     """Return the tensor itself, computed if necessary."""
-    return source.compute() if isinstance(source, Computed) else source
+    return source.compute() if isinstance(source, ComputedTensor) else source
 
 
 _COPY_BYTES = 64 << 20
 
 
-class Copying:
+class TensorCopy:
     """A copy of tensors into existing host memory, on the training thread or in the background.
 
     CUDA tensors are copied on a side stream of their device, which waits for the work enqueued on the current stream

@@ -21,7 +21,7 @@ from xxhash import xxh3_128, xxh3_128_digest
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.weights import shards
 from trinity_sync.weights.digests import version_digest
-from trinity_sync.weights.saved_views import Saved, by_held, is_rectangular, row_major
+from trinity_sync.weights.saved_views import SavedTensor, by_held, is_rectangular, row_major
 from trinity_sync.weights.shards import is_floating, listed, matrix_view
 from trinity_sync.weights.tensor_rows import rows_digest
 from trinity_sync.weights.wire import WireFormat, as_wire, kept_names
@@ -120,7 +120,7 @@ def saved_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     return {name: _view(live, tensor) for name, tensor in saved.items()}
 
 
-def saved_list(model: torch.nn.Module) -> dict[str, Saved]:
+def saved_list(model: torch.nn.Module) -> dict[str, SavedTensor]:
     """Return by name the tensors that ``save_pretrained`` would write, as views of the model's. No tensor is read."""
     live = _kept(model)
     # stand-ins for the model's tensors: each alone in its storage, and contiguous
@@ -129,7 +129,7 @@ def saved_list(model: torch.nn.Module) -> dict[str, Saved]:
     return {name: _saved(tensor, names) for name, tensor in _saved_form(model, held).items()}
 
 
-def version_list(model: torch.nn.Module) -> dict[str, Saved]:
+def version_list(model: torch.nn.Module) -> dict[str, SavedTensor]:
     """Return the tensors of a version of a model: those of `saved_list` outside of the `tower`."""
     frozen = tower(model)
     return {name: saved for name, saved in saved_list(model).items() if saved.held not in frozen}
@@ -158,16 +158,16 @@ def tower(model: torch.nn.Module) -> frozenset[str]:
     return frozenset(name for name, one in model.state_dict(keep_vars=True).items() if id(one) not in trained)
 
 
-def _saved(tensor: torch.Tensor, held: Mapping[int, str]) -> Saved:
+def _saved(tensor: torch.Tensor, held: Mapping[int, str]) -> SavedTensor:
     """Describe a tensor of the saved form; `held`: the model's names by their storage."""
     dtype, shape = from_torch(tensor.dtype), tuple(tensor.shape)
     strides = zip(shape, tensor.stride(), row_major(shape), strict=True)
     stride = tuple(plain if size == 1 else step for size, step, plain in strides)
-    view = Saved(dtype, shape, held.get(storage_of(tensor)), stride, int(tensor.storage_offset()))
-    return view if view.held is not None and is_rectangular(view) else Saved(dtype, shape, None)
+    view = SavedTensor(dtype, shape, held.get(storage_of(tensor)), stride, int(tensor.storage_offset()))
+    return view if view.held is not None and is_rectangular(view) else SavedTensor(dtype, shape, None)
 
 
-def _view(live: Mapping[str, torch.Tensor], saved: Saved) -> torch.Tensor:
+def _view(live: Mapping[str, torch.Tensor], saved: SavedTensor) -> torch.Tensor:
     assert saved.held is not None, "the caller has checked"
     held = live[saved.held]
     if tuple(held.shape) == saved.shape and saved.stride == row_major(saved.shape):

@@ -23,7 +23,7 @@ from trinity_sync.checkpoint.folder.contents import read_manifest, step_dir
 from trinity_sync.errors import RunError
 from trinity_sync.integrations.verl.engine_functions import megatron_save_state_dict
 from trinity_sync.protocol.commit import CommitBook
-from trinity_sync.protocol.parts import FULL, STATE_DICT, Commit, Decision, Fail, Kind
+from trinity_sync.protocol.parts import FULL, STATE_DICT, Abort, Commit, Decision, Kind
 
 STEP = 20
 LOG = logging.getLogger("test")
@@ -86,7 +86,7 @@ class Monitored(CheckpointCoordinator):
 
     def apply(self, decisions: list[Decision]) -> None:
         for decision in decisions:
-            assert not isinstance(decision, Fail), decision
+            assert not isinstance(decision, Abort), decision
             if isinstance(decision, Commit):
                 self._disk.commit(decision)
                 self.apply(self.book.commit_done(decision.step, decision.kind))

@@ -21,7 +21,7 @@ from trinity_sync.errors import RunError, WaitTimeout
 from trinity_sync.host.channel import Connection
 from trinity_sync.integrations.verl.weight_sync.checkpoint_engine import WeightSync
 from trinity_sync.sync.broadcast_group import BroadcastGroup
-from trinity_sync.sync.links import BucketReceipt, Done, Hub, SenderAddress, Spoke, Working
+from trinity_sync.sync.links import BucketReceipt, Heartbeat, Hub, SenderAddress, Spoke, VersionReceipt
 from trinity_sync.weights.tensors import state_digest
 
 
@@ -199,7 +199,7 @@ def test_receivers_are_read_as_long_as_they_are_told() -> None:
     thread.start()
     hub.meet(["receiver"])
     for event in heard:
-        hub.tell(Working())
+        hub.tell(Heartbeat())
         assert event.wait(10.0), failed
     hub.wait_taken(6000 * len(heard) - 1)
     thread.join(LIMIT)
@@ -238,14 +238,14 @@ def test_receivers_that_go_on_are_waited_for() -> None:
         for number in range(4):
             given_up.wait(0.3)
             spoke.tell(BucketReceipt(number))
-        spoke.tell(Done("digest", 8))
+        spoke.tell(VersionReceipt("digest", 8))
         given_up.wait(LIMIT)
         spoke.close()
 
     thread = threading.Thread(target=receiver, daemon=True)
     thread.start()
     hub.meet(["receiver"])
-    assert hub.wait_done() == [Done("digest", 8)]
+    assert hub.wait_done() == [VersionReceipt("digest", 8)]
     given_up.set()
     thread.join(LIMIT)
     hub.close()

@@ -26,9 +26,9 @@ from trinity_sync.backends.saved_tensors import saved_by
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.models.files import ModelFiles, local_folder
 from trinity_sync.protocol.parts import FileTuple
-from trinity_sync.weights.saved_views import Saved
+from trinity_sync.weights.saved_views import SavedTensor
 from trinity_sync.weights.shards import Shard
-from trinity_sync.weights.staging import Copying
+from trinity_sync.weights.staging import TensorCopy
 from trinity_sync.weights.tensors import from_torch
 from trinity_sync.weights.wire import WireFormat
 
@@ -81,7 +81,7 @@ class MegatronBackend:
     def shards(self) -> Sequence[Shard]:
         return [piece.shard for _, piece in self._pieces]
 
-    def saved(self) -> Mapping[str, Saved]:
+    def saved(self) -> Mapping[str, SavedTensor]:
         return self._saved
 
     def sources(self) -> Mapping[str, torch.Tensor]:
@@ -96,7 +96,7 @@ class MegatronBackend:
 
     def begin_save(
         self, folder: Path, meeting: RankMeeting, *, lazily: bool = False, durable: bool = False
-    ) -> tuple[Copying, Callable[[], list[Path | FileTuple]]]:
+    ) -> tuple[TensorCopy, Callable[[], list[Path | FileTuple]]]:
         self._gather_parameters()
         lazily = lazily and self.deadline == "optimizer_step"
         with self._on_device():
@@ -211,7 +211,7 @@ class Checkpoints:
 
     def begin(
         self, folder: Path, meeting: RankMeeting, *, in_background: bool, durable: bool
-    ) -> tuple[Copying, Callable[[], list[Path | FileTuple]]]:
+    ) -> tuple[TensorCopy, Callable[[], list[Path | FileTuple]]]:
         """Copy the state between two steps, or begin to; return the copy and a function that writes it.
 
         The function is called on a background thread of every rank and returns this rank's files. It must be done

@@ -58,7 +58,7 @@ from trinity_sync.backends.megatron.optimizer_state import ShardedStateDict
 from trinity_sync.models.files import ModelFiles
 from trinity_sync.protocol.parts import FileTuple
 from trinity_sync.weights.shard_file import DigestedFile
-from trinity_sync.weights.staging import Copying, HostMemory
+from trinity_sync.weights.staging import HostMemory, TensorCopy
 
 if TYPE_CHECKING:
     from megatron.core.distributed import DistributedDataParallel
@@ -181,7 +181,7 @@ class Planner:
 
 
 def finalise(
-    pending: Sequence[PlannedWrite], copying: Copying, meeting: RankMeeting, base: Path, *, durable: bool
+    pending: Sequence[PlannedWrite], copying: TensorCopy, meeting: RankMeeting, base: Path, *, durable: bool
 ) -> list[Path | FileTuple]:
     """Write the trees of one save and make them checkpoints. Collective, on a background thread of every rank.
 
@@ -288,7 +288,7 @@ class Trees:
             trees[EXTRA] = _extra(manager)
         return [self._planners[name].plan(state, folder / name, dict(content)) for name, state in trees.items()]
 
-    def copy(self, pending: Sequence[PlannedWrite], *, in_background: bool) -> Copying:
+    def copy(self, pending: Sequence[PlannedWrite], *, in_background: bool) -> TensorCopy:
         """Copy the tensors of all trees of one save, in memory that is kept from save to save. The previous save must
         be done: its copies are overwritten.
         """
@@ -298,7 +298,7 @@ class Trees:
         for one in pending:
             one.use(copies)
         pairs = zip(tensors, targets, strict=True)
-        copying = Copying(pairs, {tensor.device for tensor in tensors}, "the training state")
+        copying = TensorCopy(pairs, {tensor.device for tensor in tensors}, "the training state")
         copying.copy(in_background=in_background)
         return copying
 

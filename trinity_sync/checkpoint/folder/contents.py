@@ -37,7 +37,7 @@ import xxhash
 
 from trinity_sync.errors import RunError
 from trinity_sync.host.durable import digest_file, replace_file, sync_folder
-from trinity_sync.protocol.parts import FULL, KINDS, MANIFEST, STATE_DICT, Compared, FileEntry, Kind, LeftOut, covers
+from trinity_sync.protocol.parts import FULL, KINDS, MANIFEST, STATE_DICT, FileEntry, Kind, Reference, Remainder, covers
 from trinity_sync.weights.wire import WireFormat
 
 FORMAT = 1
@@ -126,9 +126,9 @@ class Manifest:
     base: Base | None = None
     wire: WireFormat | None = None  # the dtypes of `digest`; None: not known
     # Tensors of the model's folder that an export takes from there; None: there are none.
-    left_out: LeftOut | None = None
+    left_out: Remainder | None = None
     # The reference model of the policy; None: there is none, or it is the base of the adapter.
-    reference: Compared | None = None
+    reference: Reference | None = None
     run: str | None = None
 
     @property
@@ -436,7 +436,7 @@ class Base:
         return {**body, **wire, **({} if self.adapter is None else {"adapter": dict(self.adapter)})}
 
 
-def left_out_of(body: JsonObject) -> LeftOut:
+def left_out_of(body: JsonObject) -> Remainder:
     """Read a manifest's note of tensors that an export takes from the model's folder. Errors as for
     `Base.from_json`.
     """
@@ -448,7 +448,7 @@ def left_out_of(body: JsonObject) -> LeftOut:
     return {"path": body["path"], "names": names, "digest": body["digest"], "tower": tower}
 
 
-def reference_of(body: JsonObject) -> Compared:
+def reference_of(body: JsonObject) -> Reference:
     """Read a manifest's note of the policy's reference model. Errors as for `Base.from_json`."""
     _check_texts(body, "its reference", ("path", "digest"))
     return {"path": body["path"], "digest": body["digest"]}

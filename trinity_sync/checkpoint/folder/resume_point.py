@@ -21,7 +21,7 @@ from trinity_sync.checkpoint.folder.deletion import unlink_notes
 from trinity_sync.checkpoint.folder.recovery import recover
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.host.durable import sync_folder
-from trinity_sync.protocol.parts import FULL, STATE_DICT, Compared
+from trinity_sync.protocol.parts import FULL, STATE_DICT, Reference
 from trinity_sync.weights.lora import CONFIG_FILE, WEIGHTS_FILE, target_names, target_text
 from trinity_sync.weights.shards import listed
 from trinity_sync.weights.wire import WireFormat
@@ -316,7 +316,7 @@ OF_ADAPTER = "base"
 """Stands for the digest if the reference is the base of the adapter, which `check_base` checks."""
 
 
-def check_same(folder: Path, before: Compared | None, now: Compared | None) -> None:
+def check_same(folder: Path, before: Reference | None, now: Reference | None) -> None:
     """Check that a policy keeps its reference model. A policy without one may get one, and one with a reference may
     drop it. Raises ConfigError if it is another one.
     """

@@ -52,14 +52,14 @@ _PAUSES_S = 30.0, 3600.0
 """The first and the longest pause before a file that arrived damaged is fetched again; each is twice the one before."""
 
 
-class _Of(NamedTuple):
+class _RunVersion(NamedTuple):
     """A version of a run; the run by the first digits of its id."""
 
     run: str
     point: Point
 
     @classmethod
-    def manifest(cls, manifest: Manifest) -> _Of:
+    def manifest(cls, manifest: Manifest) -> _RunVersion:
         return cls(str(manifest.run)[:8], point_of(manifest))
 
     @property
@@ -67,7 +67,7 @@ class _Of(NamedTuple):
         return "version-{}-{}-{}".format(*self.point, self.run)
 
 
-class _Fetched(NamedTuple):
+class _FetchedSteps(NamedTuple):
     """What was fetched: the steps from the held version, or from the base, to the newest one."""
 
     version: Manifest
@@ -75,10 +75,10 @@ class _Fetched(NamedTuple):
     base: Point | None
 
 
-class _Look(NamedTuple):
+class _StoreLook(NamedTuple):
     """What a look at the store gave."""
 
-    fetched: _Fetched | None
+    fetched: _FetchedSteps | None
     shown: bool  # the newest listed version, or a newer one, is shown already
     damaged: Collection[FileEntry]  # files that arrived with other bytes
 
@@ -95,7 +95,7 @@ class VersionFollower:
     def __init__(self, place: str, into: Path, say: Callable[[str], object]) -> None:
         self._place, self._into, self._own = place, into.absolute(), into.absolute() / _OWN
         self._say = say
-        self._refused: set[_Of] = set()  # versions whose files are as the store says, and which have another digest
+        self._refused: set[_RunVersion] = set()  # with the store's files, but another digest
         self._damaged: dict[FileEntry, tuple[float, float]] = {}  # the pause, and when it ends
         self._told: set[str] = set()
 
@@ -153,7 +153,7 @@ class VersionFollower:
         if fetched is None:
             return False
         self._write(fetched)
-        folder = _Of.manifest(fetched.version).folder
+        folder = _RunVersion.manifest(fetched.version).folder
         link = self._into / f".{CURRENT}"
         link.unlink(missing_ok=True)
         link.symlink_to(folder)
@@ -173,14 +173,14 @@ class VersionFollower:
             for path in [*self._own.glob(f"*{contents.STEP_PREFIX}*"), self._own / contents.STAGING]:
                 shutil.rmtree(path, ignore_errors=True)
 
-    def _write(self, fetched: _Fetched) -> None:
+    def _write(self, fetched: _FetchedSteps) -> None:
         """Make the newest version of what was fetched, and write its folder."""
         from trinity_sync.checkpoint.export import export_checkpoint
         from trinity_sync.checkpoint.reading import RestoredVersion
         from trinity_sync.checkpoint.reading.verl_shards import part_files
         from trinity_sync.weights.shard_file import open_shard_file
 
-        held, of = self._own / _HELD, _Of.manifest(fetched.version)
+        held, of = self._own / _HELD, _RunVersion.manifest(fetched.version)
         if fetched.base is not None:
             shutil.rmtree(held, ignore_errors=True)
             step_dir(self._own, fetched.base[1]).rename(held)
@@ -207,22 +207,22 @@ class VersionFollower:
     def _delta_of(self, part: str, step: Step) -> Path:
         return step_dir(self._own, step[1][1]) / DELTA_FILES / delta_file(part, step[0])
 
-    def _shown(self) -> _Of | None:
+    def _shown(self) -> _RunVersion | None:
         """Return the version to which the link leads; None: to none. OSError: it cannot be read now."""
         try:
             match = _VERSION.fullmatch(self.current.readlink().name)
             self.current.stat()
         except FileNotFoundError:
             return None
-        return None if match is None else _Of(match[3], (int(match[1]), int(match[2])))
+        return None if match is None else _RunVersion(match[3], (int(match[1]), int(match[2])))
 
-    def _held(self) -> _Of | None:
+    def _held(self) -> _RunVersion | None:
         with suppress(OSError, ValueError, TypeError):
             run, attempt, step = json.loads((self._own / _HELD / _STATE).read_text())
-            return _Of(str(run), (int(attempt), int(step)))
+            return _RunVersion(str(run), (int(attempt), int(step)))
         return None
 
-    def _delete_others(self, shown: _Of | None) -> None:
+    def _delete_others(self, shown: _RunVersion | None) -> None:
         for path in self._into.glob("*version-*"):
             if _VERSION.match(path.name.removeprefix(".")) and (shown is None or path.name != shown.folder):
                 shutil.rmtree(path, ignore_errors=True)  # a reader may have its files open
@@ -234,11 +234,11 @@ class VersionFollower:
 def _fetch(
     mirror: Mirror,
     root: Path,
-    held: _Of | None,
-    shown: _Of | None,
-    refused: Collection[_Of],
+    held: _RunVersion | None,
+    shown: _RunVersion | None,
+    refused: Collection[_RunVersion],
     late: Collection[FileEntry],
-) -> _Look:
+) -> _StoreLook:
     """Fetch the files with the fewest bytes that give the newest version. If one is missing or damaged, try another
     chain, then an older version. `late`: files that are not fetched now. Raises RunError: there is no version.
     """
@@ -246,10 +246,10 @@ def _fetch(
     if not versions:
         raise RunError("there is no version yet")
     by_point = {point_of(one): one for one in versions}
-    newest = _Of.manifest(versions[0])
+    newest = _RunVersion.manifest(versions[0])
     damaged = set[FileEntry]()
     if shown is not None and shown.run == newest.run and shown.point >= newest.point:  # the store may list late
-        return _Look(None, True, damaged)
+        return _StoreLook(None, True, damaged)
     start = held.point if held is not None and held.run == newest.run else None
     base_bytes = next((_base(one).bytes for one in versions if is_base(one)), 0)
     lost = set[Point | Step]()
@@ -261,7 +261,7 @@ def _fetch(
         return VersionIndex(full, [one for one in _starts(by_point[at]) if (one[0], at) not in lost])
 
     for version in versions:
-        of = _Of.manifest(version)
+        of = _RunVersion.manifest(version)
         if shown is not None and shown.run == of.run and of.point <= shown.point:
             break
         if of in refused:
@@ -274,10 +274,10 @@ def _fetch(
             away = (what for what, one in wanted.items() if not {*late, *damaged}.isdisjoint(one.files))
             failed = next(away, None) or _fetch_all(mirror, root, wanted, damaged)
             if failed is None:
-                return _Look(_Fetched(version, steps, base), False, damaged)
+                return _StoreLook(_FetchedSteps(version, steps, base), False, damaged)
             lost.add(failed)
         mirror.say(f"version {Version(*of.point)} is skipped: a base or delta that it needs is missing or damaged")
-    return _Look(None, False, damaged)
+    return _StoreLook(None, False, damaged)
 
 
 def _fetch_all(

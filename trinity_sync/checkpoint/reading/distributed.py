@@ -19,7 +19,7 @@ from pathlib import Path, PurePosixPath
 import torch
 
 from trinity_sync.checkpoint.reading.tensor_pieces import (
-    Assembled,
+    AssembledTensor,
     FileBox,
     Record,
     TensorInfo,
@@ -85,7 +85,7 @@ class _MetadataUnpickler(pickle.Unpickler):
         raise pickle.UnpicklingError(f"it names {path}, which does not belong there")
 
 
-def open_distributed(folder: Path, prefix: str) -> dict[str, Assembled]:
+def open_distributed(folder: Path, prefix: str) -> dict[str, AssembledTensor]:
     """Open the tensors whose keys begin with a prefix, under the rest of their keys. Raises WeightsError if a file is
     missing or damaged, or the chunks of a tensor do not cover it. `folder`: of a torch distributed checkpoint, with
     ``.metadata``. `prefix`: such as ``"model."``.
@@ -118,7 +118,7 @@ def _contents(metadata: Record) -> tuple[dict[str, _Tensor], _Places]:
     return tensors, places
 
 
-def _open(folder: Path, key: str, entry: Record, places: _Places) -> Assembled:
+def _open(folder: Path, key: str, entry: Record, places: _Places) -> AssembledTensor:
     path = folder / METADATA
     try:
         info = TensorInfo(from_torch(entry.properties.state[0]), tuple(entry.size))
@@ -224,7 +224,7 @@ def open_megatron(folder: Path, config: Path) -> dict[str, TensorReader]:
 class _TensorPart:
     """A part of a stored tensor."""
 
-    base: Assembled
+    base: AssembledTensor
     info: TensorInfo
     part: Callable[[torch.Tensor], torch.Tensor]
 
@@ -232,11 +232,11 @@ class _TensorPart:
         return self.part(self.base.read()).reshape(self.info.shape).contiguous()
 
 
-def _cut(base: Assembled, shape: tuple[int, ...], part: Callable[..., torch.Tensor]) -> TensorReader:
+def _cut(base: AssembledTensor, shape: tuple[int, ...], part: Callable[..., torch.Tensor]) -> TensorReader:
     return _TensorPart(base, TensorInfo(base.info.dtype, shape), part)
 
 
-def _apart(stored: Assembled, what: str) -> Iterator[Assembled]:
+def _apart(stored: AssembledTensor, what: str) -> Iterator[AssembledTensor]:
     """Yield the tensors along the first dimension of one tensor; each of its pieces lies in one of them."""
     if any(piece.sizes[0] != 1 for piece in stored.pieces):
         raise WeightsError(f"{stored.name} is stored in pieces of several {what}s, which cannot be read")
@@ -245,7 +245,7 @@ def _apart(stored: Assembled, what: str) -> Iterator[Assembled]:
     for piece in stored.pieces:
         pieces[piece.start[0]].append(replace(piece, start=piece.start[1:], sizes=piece.sizes[1:]))
     for index in range(count):
-        yield Assembled(
+        yield AssembledTensor(
             f"{stored.name} of {what} {index}",
             TensorInfo(stored.info.dtype, tuple(shape)),
             stored.grid[1:],
@@ -253,7 +253,7 @@ def _apart(stored: Assembled, what: str) -> Iterator[Assembled]:
         )
 
 
-def _of_layer(key: str, layer: Assembled, per_group: int, groups: int) -> Iterator[tuple[str, TensorReader]]:
+def _of_layer(key: str, layer: AssembledTensor, per_group: int, groups: int) -> Iterator[tuple[str, TensorReader]]:
     """Yield the tensors in one stored tensor of a layer: (Hugging Face name below the layer, source)."""
     rows, *rest = layer.info.shape
     if key in _WHOLE:

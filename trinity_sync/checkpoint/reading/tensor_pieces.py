@@ -63,7 +63,7 @@ class FileBox:
 
 
 @dataclass(frozen=True, slots=True)
-class Assembled:
+class AssembledTensor:
     """A tensor that is assembled from pieces when it is read."""
 
     name: str  # the tensor's name, for messages
@@ -95,7 +95,7 @@ class Assembled:
 
 def assembled(
     name: str, info: TensorInfo, pieces: Sequence[FileBox], *, grid: Sequence[int] | None = None
-) -> Assembled:
+) -> AssembledTensor:
     """Make a tensor of pieces, which have to cover it exactly once; of equal boxes (replicas) the first is used. Raises
     WeightsError if a piece is outside the tensor, two overlap, or an element is in none. `info`: its dtype and shape.
     `grid`: the shape in which the boxes are given; None: the tensor's own.
@@ -115,7 +115,7 @@ def assembled(
     kept = sorted(chosen.values(), key=lambda piece: piece.start)
     fault = _first_fault(kept, shape)
     if fault is None:
-        return Assembled(name, info, shape, tuple(kept))
+        return AssembledTensor(name, info, shape, tuple(kept))
     held_by = [piece.file for piece in kept if _holds(piece, fault)]
     if len(held_by) > 1:
         raise WeightsError(f"{held_by[0]} and {held_by[1]} hold the same elements of {name}")

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from trinity_sync.checkpoint.reading.tensor_pieces import (
-    Assembled,
+    AssembledTensor,
     FileBox,
     Record,
     TensorInfo,
@@ -121,7 +121,7 @@ def _world_size(path: Path) -> int | None:
         raise WeightsError(f"{path} cannot be read: {type(error).__name__}: {error}") from error
 
 
-def open_shards(files: list[Path]) -> dict[str, Assembled]:
+def open_shards(files: list[Path]) -> dict[str, AssembledTensor]:
     """Open the tensors of a model, under the names of its state dict. Raises WeightsError."""
     infos: dict[str, tuple[TensorInfo, Path]] = {}
     pieces: dict[str, list[FileBox]] = {}
@@ -279,7 +279,7 @@ def merge(
                 f"the adapter belongs to another model: it is for a {name} of {list(shape)}, the base has "
                 f"{list(base[name].info.shape)}"
             )
-        found[name] = _Merged(base[name].info, base[name], a, b, scale, transposed)
+        found[name] = _MergedTensor(base[name].info, base[name], a, b, scale, transposed)
     return found
 
 
@@ -302,7 +302,7 @@ def _not_apart(name: str, base: Mapping[str, TensorReader], folder: Path | None)
 
 
 @dataclass(frozen=True, slots=True)
-class _Merged:
+class _MergedTensor:
     """A weight with its adapter added: read in float32; `info` has the weight's dtype."""
 
     info: TensorInfo
@@ -324,7 +324,7 @@ WHOLE = "model.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
-class Stored:
+class StoredTensor:
     """A tensor in a safetensors file."""
 
     file: Path
@@ -345,7 +345,7 @@ def is_hugging_face(folder: Path) -> bool:
     return (folder / INDEX).is_file() or any(folder.glob("*.safetensors"))
 
 
-def open_hugging_face(folder: Path) -> dict[str, Stored]:
+def open_hugging_face(folder: Path) -> dict[str, StoredTensor]:
     """Open the tensors of a model, under their stored names, of the files that transformers would load: one with the
     usual name goes before an index, and an index before all other files. If several files have a tensor, the index
     decides. Raises WeightsError.
@@ -357,12 +357,12 @@ def open_hugging_face(folder: Path) -> dict[str, Stored]:
         files = sorted({folder / name for name in index.values()})
     else:
         files = sorted(folder.glob("*.safetensors"))
-    tensors: dict[str, Stored] = {}
+    tensors: dict[str, StoredTensor] = {}
     for file in files:
         for name, info in _infos(file).items():
             if name in tensors:
                 raise WeightsError(f"{tensors[name].file} and {file} both hold {name}")
-            tensors[name] = Stored(file, name, info)
+            tensors[name] = StoredTensor(file, name, info)
     for name, file_name in (index or {}).items():
         if name not in tensors:
             raise WeightsError(f"{folder / INDEX} says that {name} is in {file_name}, but it is not")
@@ -401,7 +401,7 @@ def part_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("weights_*.safetensors"))
 
 
-def open_parts(files: list[Path]) -> dict[str, Assembled]:
+def open_parts(files: list[Path]) -> dict[str, AssembledTensor]:
     """Open the tensors of all parts together, under their Hugging Face names. Raises WeightsError if a file is damaged,
     or the parts contradict each other or are incomplete.
     """

@@ -42,7 +42,7 @@ from trinity_sync.integrations.verl.ranks import Pairs, together, use_on_first_r
 from trinity_sync.integrations.verl.reading import held_throughout
 from trinity_sync.models.files import ModelFiles
 from trinity_sync.protocol.parts import FULL, STATE_DICT, FileTuple
-from trinity_sync.weights.staging import Copying
+from trinity_sync.weights.staging import TensorCopy
 
 if TYPE_CHECKING:
     from mbridge.core.llm_bridge import LLMBridge
@@ -268,7 +268,7 @@ class MegatronCopies:
     ) -> None:
         self._manager = manager
         self._lazily = lazily
-        self._copying: Copying | None = None
+        self._copying: TensorCopy | None = None
         self._trees = writer.Trees(manager)
         self._meetings = Meetings.of_default_group(timeout_s)
         self.meeting: RankMeeting | None = None

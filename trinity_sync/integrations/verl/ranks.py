@@ -67,13 +67,13 @@ def _raise(error: Exception) -> None:
     raise error
 
 
-class Drained:
+class GatherStream:
     """Gathered tensors that one rank uses. If it fails in between, `finish` takes part in the remaining gathers."""
 
     def __init__(self, tensors: Pairs) -> None:
         self._tensors = iter(tensors)
 
-    def __iter__(self) -> Drained:
+    def __iter__(self) -> GatherStream:
         return self
 
     def __next__(self) -> tuple[str, torch.Tensor]:
@@ -91,7 +91,7 @@ def use_on_first_rank(what: str, tensors: Pairs, use: Callable[[Pairs], T]) -> T
     result: list[T] = []
 
     def work() -> None:
-        pairs = Drained(tensors)
+        pairs = GatherStream(tensors)
         try:
             if dist.get_rank() == 0:
                 result.append(use(pairs))

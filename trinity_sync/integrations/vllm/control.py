@@ -7,7 +7,7 @@ from collections.abc import Coroutine
 from concurrent.futures import TimeoutError as LateError
 from typing import TYPE_CHECKING, Literal, Never, Protocol, TypeVar
 
-from trinity_sync.actors.explorer_client import EngineDied
+from trinity_sync.actors.explorer_client import EngineDeathError
 from trinity_sync.errors import RunError, WaitTimeout, grown
 from trinity_sync.host.origin import error_text
 from trinity_sync.integrations.vllm.worker_link import WorkerAddress
@@ -27,8 +27,8 @@ def updating(version: str) -> str:
 
 
 class EngineControl(Protocol):
-    """Control of an engine. Each method waits for the engine, and raises `WaitTimeout`, `EngineDied` if the engine has
-    died, and `RunError` if it fails.
+    """Control of an engine. Each method waits for it, and raises `WaitTimeout`, `EngineDeathError` if it has died, and
+    `RunError` if it fails.
     """
 
     def connect(self, address: WorkerAddress) -> None:
@@ -102,6 +102,6 @@ class AsyncControl:
             future.cancel()
             raise WaitTimeout(self._who, what, limit) from None
         except EngineDeadError as error:
-            raise EngineDied(f"{self._who} died before it could {what}") from error
+            raise EngineDeathError(f"{self._who} died before it could {what}") from error
         except Exception as error:
             raise RunError(f"{self._who} failed to {what}: {error_text(error)}") from error

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 
 import httpx
 
-from trinity_sync.actors.explorer_client import EngineDied
+from trinity_sync.actors.explorer_client import EngineDeathError
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout, grown, in_one_line
 from trinity_sync.host.logs import story
 from trinity_sync.host.masking import shown
@@ -94,9 +94,9 @@ def _holder(name: str) -> str:
     return "another process"  # it has just ended, or its queue is full
 
 
-class Server:
-    """A server. Each call raises `WaitTimeout` where it does not answer in time, `EngineDied` where it is gone, and
-    `RunError` where it reports a failure. Called in threads without an event loop. `url`: such as
+class ServerClient:
+    """Client of a server. Each call raises `WaitTimeout` without an answer in time, `EngineDeathError` if it is gone,
+    and `RunError` if it reports a failure. Called in threads without an event loop. `url`: such as
     ``http://127.0.0.1:8000``. `timeout_s`: timeout of each call, seconds; a `WaitLimit` grows with
     the bytes that a call moves. `who`: its name in errors.
     """
@@ -229,14 +229,14 @@ class Server:
         except ConfigError as error:
             down = str(error)
         if down is not None and down != _SLOW:
-            raise EngineDied(f"{self.who} died ({down}) before it could {what}")
+            raise EngineDeathError(f"{self.who} died ({down}) before it could {what}")
 
     @contextmanager
     def _translated(self, what: str) -> Iterator[None]:
         try:
             yield
         except httpx.TransportError as error:
-            raise EngineDied(f"{self.who} disconnected ({_reason(error)}) before it could {what}") from error
+            raise EngineDeathError(f"{self.who} disconnected ({_reason(error)}) before it could {what}") from error
         except httpx.RequestError as error:
             raise RunError(
                 f"{self.who} sent an unreadable answer ({_reason(error)}) to the request to {what}"
@@ -294,7 +294,7 @@ class HttpControl:
     name of its own, by which `check` sees whether the server still holds that version.
     """
 
-    def __init__(self, server: Server) -> None:
+    def __init__(self, server: ServerClient) -> None:
         self._server = server
         self._owner = secrets.token_hex(4)
         self._giver: str | None = None
@@ -305,7 +305,7 @@ class HttpControl:
         self._giver = address.key
         try:
             self._server.post("/init_weight_transfer_engine", "connect its workers", {"init_info": address._asdict()})
-        except EngineDied:
+        except EngineDeathError:
             raise
         except RunError as error:
             raise RunError(f"{error}; it has to run on the node of the explorer, as the same user") from error
@@ -322,7 +322,7 @@ class HttpControl:
         self._label_updating(version)
         try:
             self._start_update()
-        except EngineDied:
+        except EngineDeathError:
             raise
         except RunError:
             # an earlier explorer may have died in its session, which has to end first
@@ -347,12 +347,12 @@ class HttpControl:
         self._set_label("/update_weight_version", f"note version {version}", "new_version", version)
 
     def check(self) -> None:
-        """Check that the server has the label that it got last; EngineDied: it has another, so it is another engine."""
+        """Check that the server has the label that it got last; EngineDeathError: it is another engine."""
         if self._label is None:
             return
         found = self._server.get("/weight_info", "name its version").get("weight_version")
         if found != self._label and found not in self._later:
-            raise EngineDied(
+            raise EngineDeathError(
                 f"{self._server.who} says that it holds {found}, but it was given {self._label}: it was restarted, "
                 "or another program has sent it weights"
             )

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from trinity_sync.actors.explorer_client import EngineDied
+from trinity_sync.actors.explorer_client import EngineDeathError
 from trinity_sync.actors.rank_client import Broadcast, receivers
 from trinity_sync.checkpoint.export import by_width, header, nbytes
 from trinity_sync.checkpoint.reading import TensorInfo
@@ -27,10 +27,10 @@ from trinity_sync.errors import RunError, grown
 from trinity_sync.integrations.vllm.control import EngineControl, OnUpdate
 from trinity_sync.integrations.vllm.worker_link import WorkerClient, WorkerLink
 from trinity_sync.protocol.versions import Lease, Version
-from trinity_sync.sync.arrivals import Arrival, Arrived, Shapes, SharedSegment, engine_memory
+from trinity_sync.sync.arrivals import Arrival, ArrivalReport, Shapes, SharedSegment, engine_memory
 from trinity_sync.sync.base import ExplorerSide, LocalCopies, SyncMode
 from trinity_sync.sync.memory import PartCopies
-from trinity_sync.sync.weight_loader import InPlace, LoadResult, check_digest, damage, lost_lease
+from trinity_sync.sync.weight_loader import LiveTensors, LoadResult, check_digest, damage, lost_lease
 from trinity_sync.weights.apply import ChecksumError, Receiver
 from trinity_sync.weights.digests import version_digest
 from trinity_sync.weights.layout import PartLayout
@@ -163,7 +163,7 @@ class WorkerTarget(EngineTarget):
             try:
                 with self._paused(lease, taken, give_up):
                     self._put(str(lease.version), lease.nbytes, go_on)
-            except EngineDied:
+            except EngineDeathError:
                 raise
             except RunError:
                 with suppress(RunError):
@@ -204,7 +204,7 @@ class WorkerTarget(EngineTarget):
         apply_s = arrived[0].apply_s + self._copies.apply_s  # one of them
         return LoadResult(moved, digest, arrived[0].reread and in_slot, apply_s)
 
-    def _prove(self, lease: Lease, layouts: Sequence[PartLayout], arrived: Sequence[Arrived]) -> str:
+    def _prove(self, lease: Lease, layouts: Sequence[PartLayout], arrived: Sequence[ArrivalReport]) -> str:
         """Return the version digest from all workers' tensors. Raises ChecksumError: it differs from the published one,
         or workers have different bytes of a tensor.
         """
@@ -231,7 +231,7 @@ class WorkerTarget(EngineTarget):
             go_on()
             self._control.finish_update(version)
             self._spot_check(version)
-        except EngineDied:
+        except EngineDeathError:
             raise
         except RunError:
             # some workers may still be in the session, and no other can begin before it ends
@@ -293,15 +293,15 @@ class FileTarget(EngineTarget):
     def _reload(self, folder: Path, version: str, nbytes: int) -> None:
         try:
             self._server.reload(folder, version, nbytes)
-        except EngineDied:
+        except EngineDeathError:
             raise
         except RunError as error:
             raise RunError(f"{error}; it stays paused until a version is loaded completely, or it is restarted") from (
                 error
             )
 
-    def _into(self, tensors: Mapping[str, torch.Tensor]) -> InPlace:
-        return InPlace(tensors, self._transport, self._side.layouts, self._verify)
+    def _into(self, tensors: Mapping[str, torch.Tensor]) -> LiveTensors:
+        return LiveTensors(tensors, self._transport, self._side.layouts, self._verify)
 
     @contextmanager
     def _file(self) -> Iterator[tuple[Path, dict[str, torch.Tensor]]]:

@@ -32,7 +32,7 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from trinity_sync.config import build
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.integrations.vllm.worker_link import WorkerAddress, serve
-from trinity_sync.sync.arrivals import Arrival, Arrivals, Arrived, Mapped, Received, Shapes, Share
+from trinity_sync.sync.arrivals import Arrival, ArrivalReport, Arrivals, MappedArrivals, ReceivedArrivals, Shapes, Share
 from trinity_sync.sync.base import ExplorerSide, LayoutCache, SyncMode
 from trinity_sync.weights.shards import listed
 from trinity_sync.weights.tensors import from_torch, rounds, to_torch
@@ -154,9 +154,11 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         layouts, rank = LayoutCache({}, timeout_s), self.parallel_config.rank
         side = ExplorerSide(name=names[rank], node=node, agents={}, layouts=layouts, timeout_s=timeout_s)
         if (maps := mode.maps(side)) is not None:
-            self._arrivals = Mapped(tensors, layouts, maps, verify, Share(rank, self.parallel_config.world_size))
+            self._arrivals = MappedArrivals(
+                tensors, layouts, maps, verify, Share(rank, self.parallel_config.world_size)
+            )
         else:
-            self._arrivals = Received(tensors, layouts, mode.transport(side), verify)
+            self._arrivals = ReceivedArrivals(tensors, layouts, mode.transport(side), verify)
         return maps is not None
 
     def _check_dtypes(self, tensors: Shapes) -> None:
@@ -173,7 +175,7 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
                 f"{own}; set explorer.dtype=fp32, or leave them out of sync.keep_fp32"
             )
 
-    def take(self, giver: str, arrival: Arrival) -> Arrived:
+    def take(self, giver: str, arrival: Arrival) -> ArrivalReport:
         """Have a version arrive."""
         self._check_giver(giver)
         return self._arrived().take(arrival)

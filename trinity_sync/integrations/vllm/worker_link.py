@@ -21,9 +21,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, ParamSpec, TypeVar
 
 from trinity_sync.actors.client import Client, MethodNames, RemoteMethod
-from trinity_sync.actors.explorer_client import EngineDied
+from trinity_sync.actors.explorer_client import EngineDeathError
 from trinity_sync.actors.local import Link, LocalHandle, LocalServer
-from trinity_sync.actors.pending import MemberDied
+from trinity_sync.actors.pending import DeathError
 from trinity_sync.errors import WaitTimeout
 from trinity_sync.host.channel import SECRET_BYTES, Connection, Listener, open_connection, pack
 from trinity_sync.host.threads import in_background
@@ -98,7 +98,7 @@ class WorkerLink:
 
     def ask(self, method: RemoteMethod[P, R], timeout_s: float, *args: P.args, **kwargs: P.kwargs) -> list[R]:
         """Call a method of all workers concurrently; return the answers in the order of the ranks. `timeout_s`: limit
-        for all together, seconds. Raises EngineDied: a worker has died.
+        for all together, seconds. Raises EngineDeathError: a worker has died.
         """
         until = time.monotonic() + timeout_s
 
@@ -109,15 +109,15 @@ class WorkerLink:
                 raise WaitTimeout(call.who, call.what, timeout_s)
             try:
                 return call.result(0.0)
-            except MemberDied as error:
-                raise EngineDied(f"{call.who} (pid {worker.pid}) has died") from error
+            except DeathError as error:
+                raise EngineDeathError(f"{call.who} (pid {worker.pid}) has died") from error
 
         # A death ends the wait at once, since the other workers may wait for the dead one. Any other error is raised
         # when all have answered, so that no worker is at this request while the next one is sent.
         answers = [in_background(partial(answer, rank), "ask a worker") for rank in range(self._count)]
         while True:
             for one in answers:
-                if one.done() and isinstance(one.exception(), EngineDied):
+                if one.done() and isinstance(one.exception(), EngineDeathError):
                     one.result()
             pending = [one for one in answers if not one.done()]
             if not pending:

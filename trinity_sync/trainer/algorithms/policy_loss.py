@@ -29,7 +29,7 @@ _WEIGHTS = ("rollout_is_mean", "rollout_is_eff_sample_size", "rollout_is_ratio_f
 _OF_UPDATE = ("actor/ppo_kl", "actor/pg_clipfrac", "actor/pg_clipfrac_lower")
 
 
-class _Corrected(NamedTuple):
+class _CorrectedBatch(NamedTuple):
     """The corrected data of a micro-batch, and its metrics. `of_tokens`: means over the micro-batch's tokens."""
 
     data: TensorDict
@@ -94,7 +94,7 @@ def geo_mean(
 
 def _corrected(
     data: TensorDict, log_ratio: torch.Tensor, mask: torch.Tensor, correction: RolloutCorrectionConfig
-) -> _Corrected:
+) -> _CorrectedBatch:
     """Weight tokens by the ratio of the trainer's probability to the sampler's, and reject those with extreme ratios.
     `log_ratio`: logs of that ratio, of shape (sequences, tokens). `mask`: of the same shape, 1 where there is a token.
     """
@@ -116,7 +116,7 @@ def _corrected(
         corrected["response_mask"] = response_to_nested(kept, data["response_mask"])
         of_tokens[REJECTED] = found["rollout_rs_masked_fraction"]
         of_sequences[f"{MISMATCH}rollout_rs_seq_masked_fraction"] = found["rollout_rs_seq_masked_fraction"]
-    return _Corrected(corrected, of_tokens, of_sequences, largest)
+    return _CorrectedBatch(corrected, of_tokens, of_sequences, largest)
 
 
 def _mismatch(

@@ -43,7 +43,7 @@ class Form(ctypes.Structure):
         super().__init__(shift, mask, top, int(floating), classes)
 
 
-class _Written(ctypes.Structure):
+class _OutputStreams(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("gaps", "steps", "values")),
         *((name, ctypes.c_uint64) for name in ("gap_bytes", "changes", "value_count", "room")),
@@ -51,7 +51,7 @@ class _Written(ctypes.Structure):
     ]
 
 
-class _Read(ctypes.Structure):
+class _InputStreams(ctypes.Structure):
     _fields_ = [
         *((name, ctypes.c_void_p) for name in ("gap", "gaps_end", "step", "steps_end", "value", "values_end")),
         ("ahead", ctypes.c_uint64),
@@ -109,7 +109,7 @@ class NativeLibrary:
         gaps, steps = (np.empty((form.classes, _ROOM), np.uint8) for _ in range(2))
         values = np.empty((form.classes, _ROOM * width), np.uint8)
         parts = [(bytearray(), bytearray(), bytearray()) for _ in range(form.classes)]
-        sinks = (_Written * form.classes)()
+        sinks = (_OutputStreams * form.classes)()
         for number, sink in enumerate(sinks):
             sink.gaps, sink.steps, sink.values = (_at(buffer[number]) for buffer in (gaps, steps, values))
             sink.room = _ROOM
@@ -137,7 +137,7 @@ class NativeLibrary:
         """
         held = [tuple(np.frombuffer(stream, np.uint8) for stream in of_class) for of_class in streams]
         ends = [[bound for one in of_class for bound in (_at(one), _at(one) + one.size)] for of_class in held]
-        sources = (_Read * form.classes)(*(_Read(*bounds) for bounds in ends))
+        sources = (_InputStreams * form.classes)(*(_InputStreams(*bounds) for bounds in ends))
         target = None if out is None else _at(out)
         return not self._decoders[old.itemsize](_at(old), target, old.size, ctypes.byref(form), sources)
 

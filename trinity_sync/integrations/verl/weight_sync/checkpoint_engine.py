@@ -29,10 +29,10 @@ from trinity_sync.errors import ConfigError, RunError, WaitLimit, WaitTimeout, g
 from trinity_sync.integrations.verl.engine_functions import each_once
 from trinity_sync.integrations.verl.weight_sync import membership
 from trinity_sync.integrations.verl.weight_sync.membership import MemberPlace, MemberReady, WeightSyncSettings, read
-from trinity_sync.integrations.verl.weight_sync.trainer_tensors import Exported, Gathering, own_shards, travel_dtype
+from trinity_sync.integrations.verl.weight_sync.trainer_tensors import Exported, TimedItems, own_shards, travel_dtype
 from trinity_sync.sync.base import BucketSender, BucketTransfer
 from trinity_sync.sync.checkpoint import FolderTransfer
-from trinity_sync.sync.links import Done, Hub, Spoke
+from trinity_sync.sync.links import Hub, Spoke, VersionReceipt
 from trinity_sync.sync.memory import RoomTransfer
 from trinity_sync.sync.nccl import GroupTransfer
 from trinity_sync.sync.stream import BucketBase, Named, Stream, send, tensors
@@ -93,7 +93,7 @@ class WeightSync(CheckpointEngine):
         self._limit_s = grown(limit_s, _UNDER_WAY * self._bucket_bytes)
         self._transfer = _transfer(self._settings, self._limit_s)
         self._session = Session(self._settings.timeout_s, None)
-        self._gathering: Gathering[object] | None = None
+        self._gathering: TimedItems[object] | None = None
         self._last: LastVersion | None = None
         self._held: str | None = None  # the whole version in `_bases`
         self._bases: list[BucketBase] = []  # by sender
@@ -195,7 +195,7 @@ class WeightSync(CheckpointEngine):
         self, items: Iterable[T], shards: Callable[[Iterator[T]], Shards], step: int | None
     ) -> dict[str, float] | None:
         session = self._session
-        self._gathering = gathering = Gathering(items, _version(step), self._limit_s)
+        self._gathering = gathering = TimedItems(items, _version(step), self._limit_s)
         sending = asyncio.ensure_future(asyncio.to_thread(self._send_all, session, gathering, shards(gathering), step))
         try:
             return await asyncio.shield(sending)  # a cancelled call must not stop the gathers
@@ -204,7 +204,7 @@ class WeightSync(CheckpointEngine):
             raise
 
     def _send_all(
-        self, session: Session, gathering: Gathering[object], shards: Shards, step: int | None
+        self, session: Session, gathering: TimedItems[object], shards: Shards, step: int | None
     ) -> dict[str, float] | None:
         try:
             with session.at_work():
@@ -220,7 +220,7 @@ class WeightSync(CheckpointEngine):
             gathering.close()
 
     def _send_as_sender(
-        self, session: Session, place: MemberPlace, gathering: Gathering[object], shards: Shards, step: int | None
+        self, session: Session, place: MemberPlace, gathering: TimedItems[object], shards: Shards, step: int | None
     ) -> dict[str, float] | None:
         assert session.hub is not None, "a sender prepares"
         assert session.sender is not None, "a sender prepares"
@@ -274,16 +274,16 @@ class WeightSync(CheckpointEngine):
         full = self._settings.verify == "full"
         batches = tensors(session.streams, digest=full, device=session.device)
 
-        def receive() -> list[Named] | Done:
+        def receive() -> list[Named] | VersionReceipt:
             with session.at_work():
                 batch = next(batches)
-                if isinstance(batch, Done):
+                if isinstance(batch, VersionReceipt):
                     session.finish()
                     self._held = version if self._bases else None
                 return batch
 
         try:
-            while not isinstance(batch := await asyncio.to_thread(receive), Done):
+            while not isinstance(batch := await asyncio.to_thread(receive), VersionReceipt):
                 for named in batch:
                     yield named
         except GeneratorExit:

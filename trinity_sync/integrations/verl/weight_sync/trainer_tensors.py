@@ -1,4 +1,4 @@
-"""The tensors that a trainer rank sends: gathered from all ranks one by one (`Gathering`), or its own shards of each
+"""The tensors that a trainer rank sends: gathered from all ranks one by one (`TimedItems`), or its own shards of each
 (`own_shards`), as verl's engines hand them out without a gather.
 """
 
@@ -28,7 +28,7 @@ _GRACE_S = 1.0
 """Timeout for the end of a thread that has nothing left to do."""
 
 
-class Gathering(Generic[T]):
+class TimedItems(Generic[T]):
     """The items of a generator of verl's engine, each asked for after the one before was used, with a timeout.
 
     Each item is a collective call, so all ranks have to go through all items: `finish` does so after an error.
