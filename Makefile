@@ -1,6 +1,6 @@
 # make install | run | test | test-all | campaign | lint | docs | figures | clean. Needs Python 3.11.5 or later, or 3.12; everything else goes into .venv.
 #   make run ARGS="backend=fsdp sync=nccl"        overrides for the run
-#   make test-all PART=2/4                        the second of four parts, each of which takes less than half an hour
+#   make test-all PART=2/4                        the second of four parts, each of which takes three quarters of an hour on two cores
 #   make test WORKERS=2                           so many files of tests at a time; else three
 #   make campaign N=20 SEED=1                     that many real kills, resumes and comparisons; half an hour for 60
 #   make install EXTRAS="vllm s3"                 with these extras of the package, for good; else with vllm, in its build for this machine

@@ -27,23 +27,35 @@ AIMS = {
     "modules on the path of a full save": 20,
     "duplicates": 0,
     "class names that occur twice": 0,
+    "class names that are no nouns": 0,
     "uses of Any": 100,
     "uses of dict[str, Any] or dict[str, object]": 60,
 }
 """The figures to reach; at most so many of each."""
 
 LIMITS = {
-    "lines": 73_290,
+    "lines": 73_355,
     "modules": 292,
     "docstring lines / code lines": 0.21,
     "import lines / code lines": 0.1,
     "modules on the path of a full save": 13,
     "duplicates": 0,
     "class names that occur twice": 0,
+    "class names that are no nouns": 0,
     "uses of Any": 59,
     "uses of dict[str, Any] or dict[str, object]": 18,
 }
 """The figures that a change must not exceed."""
+
+NOUNS = {"Drawing", "Feed", "Finding", "Meeting", "Numbering", "Published", "Sighting"}
+"""Words that look like participles and are nouns; `Published` is a name that pages give to users."""
+
+NO_NOUNS = {
+    *("Alive", "Apart", "Clean", "Fail", "Of", "Out", "Overlong", "Plain", "Small", "Unequal"),
+    *("Chosen", "Died", "Done", "Drawn", "Gone", "Held", "Kept", "Left", "Lost", "Made"),
+    *("Read", "Seen", "Sent", "Taken", "Written"),
+}
+"""Other words that a class name does not end in."""
 
 RUN = 6
 """Lines of code that two places share, from which on they are duplicates."""
@@ -69,6 +81,7 @@ def figures() -> dict[str, float]:
         "modules on the path of a full save": len({hop.path for hop in walk("A full save")}),
         "duplicates": len(list(duplicates(texts))),
         "class names that occur twice": len(repeated_classes(texts)),
+        "class names that are no nouns": len(no_nouns(texts)),
         "uses of Any": sum(isinstance(node, ast.Name) and node.id == "Any" for node in nodes),
         "uses of dict[str, Any] or dict[str, object]": sum(
             isinstance(node, ast.Subscript)
@@ -141,6 +154,14 @@ def repeated_classes(texts: Mapping[str, str]) -> list[str]:
     return sorted(name for name, times in count.items() if times > 1)
 
 
+def no_nouns(texts: Mapping[str, str]) -> list[str]:
+    """Return the names of classes whose last word is a participle, an adverb or a verb."""
+    last = {name: re.findall(r"[A-Z]*[a-z0-9]*", name.lstrip("_"))[-2] for name in _class_names(texts)}
+    return sorted(
+        name for name, word in last.items() if word in NO_NOUNS or (word.endswith(("ed", "ing")) and word not in NOUNS)
+    )
+
+
 def _class_names(texts: Mapping[str, str]) -> Iterator[str]:
     return (node.name for text in texts.values() for node in _nodes(text) if isinstance(node, ast.ClassDef))
 
@@ -183,7 +204,7 @@ def _header_lines(text: str) -> set[int]:
 
 
 def main() -> None:
-    """Print each figure with its limit and its aim, then the duplicates and the repeated names."""
+    """Print each figure with its limit and its aim, then the duplicates and the names to change."""
     for name, value in figures().items():
         print(f"{name:45} {value:>9,} (limit {LIMITS[name]:,}, aim {AIMS[name]:,})")
     texts = modules()
@@ -191,6 +212,8 @@ def main() -> None:
         print(f"duplicate: {place}")
     for name in repeated_classes(texts):
         print(f"class in more than one place: {name}")
+    for name in no_nouns(texts):
+        print(f"class without a noun: {name}")
 
 
 if __name__ == "__main__":

@@ -158,6 +158,20 @@ def test_docstrings_and_comments_are_no_code() -> None:
     assert list(house.code_lines(text)) == [5, 6, 7]
 
 
+def test_an_underscore_does_not_tell_two_class_names_apart() -> None:
+    assert house.repeated_classes({"a.py": "class Part: ...\n", "b.py": "class _Part: ...\n"}) == ["Part"]
+
+
+@pytest.mark.parametrize("name", ["_Of", "PartFailed", "HFPending", "Copying", "RankDied", "Saved2Done"])
+def test_a_class_name_that_does_not_end_in_a_noun_is_found(name: str) -> None:
+    assert house.no_nouns({"a.py": f"class {name}: ...\n"}) == [name]
+
+
+@pytest.mark.parametrize("name", ["_SavedTensor", "LoadError", "RankMeeting", "HFEngine", "Sft", "Qwen2", "VLLMBase"])
+def test_a_class_name_that_ends_in_a_noun_is_not(name: str) -> None:
+    assert not house.no_nouns({"a.py": f"class {name}: ...\n"})
+
+
 def _definition(hop: house.Hop) -> ast.AST | None:
     found: ast.AST | None = _tree(house.PACKAGE / hop.path)
     for name in hop.name.split("."):

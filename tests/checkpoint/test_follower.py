@@ -24,7 +24,6 @@ from tests.checkpoint.histories import commit_weights
 from tests.checkpoint.mirror_places import OWNER, Events, marked
 from tests.checkpoint.stores import LIMIT_S, PretendRun, calls_here, state
 from trinity_sync.checkpoint import export
-from trinity_sync.checkpoint.folder.catalog import bytes_in
 from trinity_sync.checkpoint.folder.contents import read_manifest, write_manifest
 from trinity_sync.checkpoint.mirror import follower, run_mirror
 from trinity_sync.checkpoint.mirror.copies import Mirror, Storage
@@ -33,7 +32,6 @@ from trinity_sync.checkpoint.mirror.run_mirror import MirrorError, MirrorSetting
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.models.files import ModelFiles
 from trinity_sync.protocol.versions import Version
-from trinity_sync.weights.part_delta import PartDelta
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -221,34 +219,6 @@ def test_a_version_that_is_not_listed_for_a_while_is_newer_than_those_that_are(s
     assert not kept.update()
     show(store, 5)
     kept.check(5)
-
-
-@pytest.mark.parametrize("way", ["deltas", "base"])
-def test_the_disk_has_three_versions_and_the_deltas_at_most(
-    store: Path, kept: Kept, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What is shown, what deltas are applied to, and what is fetched or written."""
-    found = list[int]()
-
-    def counted(owner: object, name: str) -> None:
-        of = getattr(owner, name)
-
-        def then_count(*given: object, **named: object) -> object:
-            done = of(*given, **named)
-            found.append(bytes_in(kept.into))
-            return done
-
-        monkeypatch.setattr(owner, name, then_count)
-
-    version = bytes_in(kept.follower.folder)
-    if way == "base":
-        deltas(store, 3)[0].unlink()
-    for owner, name in ((Storage, "get"), (PartDelta, "apply"), (follower, "replace_file"), (follower, "sync_folder")):
-        counted(owner, name)
-    assert kept.update()
-    assert len(found) > 8
-    changes = sum(path.stat().st_size for step in (3, 4, 5) for path in deltas(store, step))
-    assert max(found) < 3.1 * version + changes
 
 
 def test_a_version_without_its_manifest_is_none(store: Path, kept: Kept) -> None:

@@ -88,7 +88,7 @@ def test_a_checkpoint_of_a_run_of_other_roles_is_gone_on_from_when_it_is_named(t
     commit(tmp_path, 10)
     write_tracker(tmp_path, FULL, 10)
     before = state(tmp_path)
-    with pytest.raises(RunError, match=r"global_step_10 .* nothing of critic; resume_step=10"):
+    with pytest.raises(RunError, match=r"global_step_10 has no checkpoint of the role critic, .*; resume_step=10"):
         put_in_order(tmp_path, None, ("actor", "critic"))
     assert state(tmp_path) == before
     assert put_in_order(tmp_path, None, ("actor",)).step == 10

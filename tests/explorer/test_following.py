@@ -233,7 +233,7 @@ def test_a_load_that_fails_before_anything_is_lost_costs_no_sample_and_is_told(
     assert explorer.produce(WORK, 1).load.version == Version(0, 1)  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("place", ["still", "end"])
+@pytest.mark.parametrize("place", ["paused", "end"])
 def test_whoever_waits_for_a_load_that_fails_sees_that_it_has(place: str) -> None:
     """However threads take their turns: what is noted within the lock cannot be overtaken."""
     for _ in range(200):
@@ -250,8 +250,8 @@ def test_whoever_waits_for_a_load_that_fails_sees_that_it_has(place: str) -> Non
             with follower:  # noqa: B023
                 assert loading.wait(LIMIT)  # noqa: B023
                 threading.Timer(0.0005, wait.set).start()  # noqa: B023
-                if place == "still":
-                    with follower.still():  # noqa: B023
+                if place == "paused":
+                    with follower.paused():  # noqa: B023
                         pytest.fail("nothing may begin now")
 
         with pytest.raises(LoadError, match=r"^no$"):

@@ -120,14 +120,6 @@ def test_a_log_takes_little_memory_even_of_a_version_in_which_all_changes() -> N
     assert peak_of(encoder, 0, pair) < layout.nbytes
 
 
-def test_a_call_that_merges_a_span_takes_little_memory() -> None:
-    layout = PartLayout.build("rank-00000", [whole("large", "BF16", (1000, 1000))], bucket_bytes=1 << 16)
-    encoder, segments = PartEncoder(layout, "auto"), versions(*[0.005] * 4, layout=layout)
-    for step, pair in enumerate(itertools.pairwise(segments[:4])):
-        encoder.encode((0, step), (0, step + 1), pair, POOL)
-    assert peak_of(encoder, 3, (segments[3], segments[4])) < layout.nbytes / 2
-
-
 def peak_of(encoder: PartEncoder, base: int, pair: tuple[bytearray, bytearray]) -> int:
     """The bytes that a call takes at its peak."""
     tracemalloc.start()

@@ -180,10 +180,10 @@ class VersionDeltas:
     def publish(self, sealed: SealedVersion) -> Published:
         """Have the agents keep the deltas to a version where these pay, and commit it."""
         pays = self.pays(sealed)
-        made = self.encode(sealed, pays=pays)
-        if pays and self._before and made is not None and len(self._single(made)) < len(sealed.parts):
+        encoded = self.encode(sealed, pays=pays)
+        if pays and self._before and encoded is not None and len(self._single(encoded)) < len(sealed.parts):
             self._fault = f"version {sealed.version} is published in full: the agents have no room for its deltas"
-        made = made or ()
+        made = encoded or ()
         in_full = not self.lead_to(sealed, made)
         report = self.report(sealed, made, with_full=in_full)
         self.commit(sealed)
