@@ -14,10 +14,32 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests import parts
-from tests.conftest import _room
+from tests.conftest import _leave_to_all, _room
 
 NAMES = st.sampled_from([f"tests/test_{number}.py" for number in range(40)])
 SECONDS = st.floats(min_value=0, max_value=2000)
+
+
+class Case:
+    """A case of a test, as pytest collects it."""
+
+    def __init__(self, name: str, *marks: pytest.Mark) -> None:
+        self.nodeid, self.marks = f"tests/test_a.py::{name}", [*marks]
+
+    def get_closest_marker(self, name: str) -> pytest.Mark | None:
+        return next((mark for mark in self.marks if mark.name == name), None)
+
+    def add_marker(self, mark: pytest.MarkDecorator) -> None:
+        self.marks.append(mark.mark)
+
+
+def test_of_cases_of_one_kind_the_first_few_are_left_that_are_not_left_to_test_all_anyway() -> None:
+    few, everything = pytest.mark.few(2).mark, pytest.mark.all.mark
+    first = [Case("test_one[a]", few, everything), *(Case(f"test_one[{name}]", few) for name in "bcd")]
+    cases = [*first, Case("test_two[a]", few), Case("test_three")]
+    _leave_to_all(cases)  # type: ignore[arg-type]
+    left = [case.nodeid for case in cases if case.get_closest_marker("all") is None]
+    assert left == [f"tests/test_a.py::{name}" for name in ("test_one[b]", "test_one[c]", "test_two[a]", "test_three")]
 
 
 @given(files=st.sets(NAMES), seconds=st.dictionaries(NAMES, SECONDS), count=st.integers(1, 12), data=st.data())
