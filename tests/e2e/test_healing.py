@@ -97,6 +97,29 @@ def test_a_run_that_loses_a_process_goes_on_bit_for_bit(
     assert (first.pid == second.pid) is (victim != "explorer-0")
 
 
+IN_MEMORY = (f"checkpoint.interval={STEPS}", "checkpoint.memory_interval=2")
+
+
+def states_in_memory() -> list[Path]:
+    return [*Path("/dev/shm").glob(f"trinity-sync-{os.geteuid()}/states-*")]
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("victim", ["trainer-rank-1", "node-agent", "raylet"])
+def test_a_run_without_a_checkpoint_goes_on_from_its_state_in_memory(
+    folder: Path, of_bytes: Sequence[str], undisturbed: Run, victim: str
+) -> None:
+    started = start(folder, *of_bytes, *IN_MEMORY, small=False)
+    strike(started, victim)
+    run = started.finish()
+    assert_the_same(run, undisturbed, started.process.pid)
+    (heal,) = run.events("heal")
+    assert heal["resumed_from"] >= STRUCK_AT - 4
+    assert f"the state of step {heal['resumed_from']} was in memory" in " ".join(run.output.split())
+    assert [event["step"] for event in run.events("commit") if event["kind"] == "full"] == [STEPS]
+    assert states_in_memory() == []
+
+
 class Up(NamedTuple):
     """An explorer that has come up, as the log tells it."""
 

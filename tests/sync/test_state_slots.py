@@ -56,7 +56,7 @@ class Writes:
 def slots(tmp_path: Path) -> Iterator[StateSlots]:
     root = tmp_path / "shm"
     root.mkdir()
-    made = StateSlots("run", str(root), tmp_path / "fallback", durable=True, timeout_s=LIMIT)
+    made = StateSlots("run", str(root), tmp_path / "fallback", timeout_s=LIMIT)
     yield made
     made.close()
 
@@ -67,7 +67,9 @@ def begin(slots: StateSlots, folder: Path, coordinator: Coordinator) -> bytes:
     path, _ = slots.reserve(PART, LENGTH)
     map_segment(path, LENGTH, writable=True)[:] = state
     (folder / "model.pt").write_bytes(b"head" + bytes(LENGTH) + b"tail")
-    slots.take(StatePart(part=PART, step=7, folder=str(folder), files=[("model.pt", [(4, 0, LENGTH)])]), coordinator)
+    slots.take(
+        StatePart(part=PART, step=7, folder=str(folder), files=[("model.pt", [(4, 0, LENGTH)])]), coordinator, True
+    )
     return b"head" + state + b"tail"
 
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 
 from tests import local_ray
-from trinity_sync.actors.agent_client import AgentClient
+from trinity_sync.actors.agent_client import AgentClient, FolderCoordinators
 from trinity_sync.actors.calls import Call
 from trinity_sync.backends.meetings import Meetings
 from trinity_sync.checkpoint import CheckpointCoordinator, CheckpointMonitor
@@ -70,6 +70,12 @@ def meetings(ranks: int) -> list[Meetings]:
     return [Meetings(store, rank, ranks, LIMIT) for rank in range(ranks)]
 
 
+def _coordinators(
+    coordinator: type[CheckpointCoordinator], monitor: Any, attempt: int
+) -> FolderCoordinators[CheckpointCoordinator]:
+    return FolderCoordinators(coordinator(monitor, job_id="node-agent", timeout_s=LIMIT, attempt=attempt))
+
+
 class Saves:
     """What a rank, its agent and the driver have to do with saves."""
 
@@ -104,8 +110,7 @@ class Saves:
         )
         actor = ray.remote(NodeAgent).options(num_cpus=0, max_concurrency=100)
         self.agent = AgentClient(actor.remote(settings, self.synchronizer.client), "here")
-        make = partial(coordinator, self.monitor, job_id="node-agent", timeout_s=LIMIT, attempt=attempt)
-        self.agent.register({}, make).result(LIMIT)
+        self.agent.register({}, partial(_coordinators, coordinator, self.monitor, attempt)).result(LIMIT)
 
     def __reduce__(self) -> Any:
         return _restored, ({name: value for name, value in vars(self).items() if name != "ready"},)
@@ -114,7 +119,7 @@ class Saves:
         backend.part = part
         coordinator = CheckpointCoordinator(self.monitor, job_id=part, timeout_s=LIMIT, attempt=self.attempt)
         options: dict[str, Any] = {"writes_metadata": part == PART, "form": "verl", "lazy": lazy}
-        return AgentSaver(backend, self.agent, coordinator, meetings(1)[0], part, **options)
+        return AgentSaver(backend, self.agent, FolderCoordinators(coordinator), meetings(1)[0], part, **options)
 
     def begin(self, step: int, parts: list[str] | None = None) -> Path:
         return Path(ray.get(self.monitor.begin.remote(step, self.attempt, FULL, parts or [PART]), timeout=LIMIT))

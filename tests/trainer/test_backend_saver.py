@@ -16,6 +16,7 @@ import torch
 
 from tests import local_ray
 from tests.trainer.test_agent_saver import LIMIT, Saves, meetings
+from trinity_sync.actors.agent_client import FolderCoordinators
 from trinity_sync.backends.meetings import RankMeeting
 from trinity_sync.checkpoint import CheckpointCoordinator
 from trinity_sync.checkpoint.folder.contents import step_dir
@@ -99,7 +100,7 @@ def test_what_a_rank_fails_of_fails_the_step_on_all_ranks_which_name_it_and_the_
     backends = [PretendBackend(part) for part in PARTS]
     coordinators = [Telling(saves.monitor, job_id=part, timeout_s=LIMIT, attempt=0) for part in PARTS]
     savers = [
-        BackendSaver(backend, coordinator, own, part, lazy=True)
+        BackendSaver(backend, FolderCoordinators(coordinator), own, part, lazy=True)
         for backend, coordinator, own, part in zip(backends, coordinators, meetings(2), PARTS, strict=True)
     ]
 

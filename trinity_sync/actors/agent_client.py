@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Generic, NamedTuple, Protocol, TypeVar
 
 from trinity_sync.actors.client import MethodNames, RayClient, RemoteMethod
 from trinity_sync.protocol.versions import Version
@@ -27,6 +29,31 @@ class Coordinator(Protocol):
     ) -> None:
         """Take a turn, run `save_fn`, report."""
         ...
+
+
+C = TypeVar("C", bound=Coordinator, covariant=True)
+
+
+@dataclass(frozen=True)
+class FolderCoordinators(Generic[C]):
+    """The coordinators of one process: of the checkpoint folder, and of the states in memory, which lie in a folder of
+    their own.
+    """
+
+    checkpoints: C
+    memory: C | None = None
+    memory_root: str = ""
+
+    def of(self, folder: str | os.PathLike[str]) -> C:
+        """Return the coordinator of a staging folder."""
+        return self.memory if self.memory is not None and self.is_memory(folder) else self.checkpoints
+
+    def is_memory(self, folder: str | os.PathLike[str]) -> bool:
+        """Return whether a staging folder is in memory."""
+        return self.memory is not None and Path(folder).is_relative_to(self.memory_root)
+
+    def all(self) -> list[C]:
+        return [self.checkpoints, *([] if self.memory is None else [self.memory])]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -429,6 +429,15 @@ def _check_shared_memory(get: Get) -> Iterator[Problem]:
         yield from _check_folder("sync.shm_dir", get)
 
 
+def _check_memory_interval(get: Get) -> Iterator[Problem]:
+    if get("checkpoint.memory_interval") and get("cluster.address") is not None:
+        yield Problem(
+            "checkpoint.memory_interval",
+            f"is {get('checkpoint.memory_interval')}, but with cluster.address the ranks may be on other machines than "
+            "the driver's memory; set 0, and a shorter checkpoint.interval",
+        )
+
+
 def _check_task(get: Get) -> Iterator[Problem]:
     task = get("task")
     if not isinstance(task, DictConfig) or not isinstance(task.get("_target_"), str):
@@ -458,6 +467,7 @@ _CHECKS: tuple[Check, ...] = (
     _check_store,
     *(partial(_check_folder, key) for key in ("checkpoint.dir", "cluster.temp_dir", "tracker.trackio.folder")),
     _check_shared_memory,
+    _check_memory_interval,
     check_workload,
     check_model,
     check_attention,

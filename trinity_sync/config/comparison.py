@@ -34,6 +34,7 @@ LOCATIONS = (
     "checkpoint.mirror_backoff_s",
     "checkpoint.mirror_timeout_s",
     "checkpoint.mirror_wait_s",
+    "checkpoint.memory_interval",
     "checkpoint.stop_s",
     "sync.min_rate_mbps",
     "sync.shm_dir",

@@ -396,6 +396,7 @@ class CheckpointConfig:
 
     dir: str | None = MISSING
     interval: int = number(at_least=0)
+    memory_interval: int = number(at_least=0)
     format: str = choice("verl", "dcp")
     snapshot: str = choice("lazy", "eager")
     resume_from: str | None = MISSING

@@ -18,6 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
+from trinity_sync.actors.agent_client import FolderCoordinators
 from trinity_sync.actors.monitor_client import EventLine, MonitorClient
 from trinity_sync.actors.pending import PendingCall
 from trinity_sync.checkpoint import CheckpointCoordinator, CheckpointMonitor
@@ -37,6 +38,7 @@ from trinity_sync.host.interrupts import REST_S, interrupted, left, shielded
 from trinity_sync.host.logs import story
 from trinity_sync.launch.cluster import Cluster
 from trinity_sync.launch.kept_explorers import KeptExplorers
+from trinity_sync.launch.memory_states import MemoryStates
 from trinity_sync.launch.row_scan import NOTHING, ScannedTask
 from trinity_sync.launch.start import Start
 from trinity_sync.protocol.parts import MANIFEST, VersionBytes
@@ -87,6 +89,7 @@ class Preparation:
     mirror: RunMirror | None = None
     store: RunMirror | None = None
     kept: KeptExplorers | None = None  # None: explorers end with the attempt
+    states: MemoryStates | None = None  # None: there are none in memory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -116,6 +119,7 @@ class Actors:
     _spec: WorkerSpec
     synchronizer: SynchronizerClient
     monitor: MonitorClient
+    memory_monitor: MonitorClient | None
     infos: list[RankInfo]
 
     def __init__(self, setup: Setup, worker: type | None = None) -> None:
@@ -126,13 +130,14 @@ class Actors:
         self._recorder = setup.recorder
         self._owner = setup.owner
         self._mirror = setup.mirror
+        self._states = setup.states
         self._cluster = setup.cluster
         self._run_key = setup.run_key
         self._use_gpu = setup.use_gpu
         self._kept = setup.kept if cfg.cluster.address is None else None
         self._worker = worker
         self._logs = str(folder.logs)
-        self._relay: EventRelay | None = None
+        self._relays: list[EventRelay] = []
         self._reference_before: Reference | None = None
         self._roles: dict[str, Callable[[], Iterable[_MemoryReporter]]] = {}
         self.explores = algorithm_of(self._cfg.algorithm).explores
@@ -167,6 +172,7 @@ class Actors:
         self.synchronizer = Synchronizer.get_actor(config, self._cluster.namespace).client
         self._roles["synchronizer"] = lambda: [self.synchronizer]
         self.monitor = self._make_monitor()
+        self.memory_monitor = self._make_memory_monitor()
         self._roles["checkpoint_monitor"] = lambda: [self.monitor]
         if self.explores:
             self.pool = pool = self._make_pool()
@@ -197,7 +203,7 @@ class Actors:
             self.infos,
             self.trainer,
             synchronizer=self.synchronizer,
-            make_coordinator=coordinator_option(self._cfg.checkpoint, self.monitor.handle, self._recorder.attempt),
+            make_coordinators=self._coordinators(),
         )
         self._roles["node_agent"] = lambda: [*self.agents.values(), *self._bringing.values()]
         for agent in self.agents.values():
@@ -207,6 +213,14 @@ class Actors:
             connect = self.pool.introduce if self.free else self.pool.attach
             connect(self.agents, self.published_base, self.version_bytes.whole)
         self._restore()
+
+    def _coordinators(self) -> Callable[..., FolderCoordinators[CheckpointCoordinator]]:
+        monitor, attempt, states = self.monitor, self._recorder.attempt, self._states
+        make = coordinator_option(self._cfg.checkpoint, monitor.handle, attempt)
+        if self.memory_monitor is None or states is None:
+            return partial(_coordinators, make, None, "")
+        make_memory = coordinator_option(self._cfg.checkpoint, self.memory_monitor.handle, attempt)
+        return partial(_coordinators, make, make_memory, str(states.root))
 
     def _bring_to(self, node: str) -> AgentClient | None:
         """Start the agent of a node that has explorers only, which brings parts there; None: the mode needs none."""
@@ -270,9 +284,9 @@ class Actors:
 
     def close(self) -> None:
         """Record the last events, and release shared memory while the agents live."""
-        if self._relay is not None:
+        for relay in self._relays:
             with contextlib.suppress(Exception):
-                self._relay.close()
+                relay.close()
         close_agents({**self.agents, **self._bringing})
 
     @contextmanager
@@ -333,7 +347,38 @@ class Actors:
             own=own,
         )
         client = MonitorClient(handle)
-        self._relay = EventRelay(client, self._recorder.event)
+        self._relays.append(EventRelay(client, self._recorder.event))
+        return client
+
+    def _make_memory_monitor(self) -> MonitorClient | None:
+        """Make the monitor of the states in memory, which tells faults alone."""
+        from trinity_sync.checkpoint.monitor import MonitorConfig
+
+        cfg, states, recorder = self._cfg, self._states, self._recorder
+        if states is None:
+            return None
+        chosen, own = monitor_option(cfg.checkpoint)
+        handle = chosen.get_actor(
+            f"{self._cluster.namespace}-memory",
+            cfg.checkpoint.save_strategy,
+            str(states.root),
+            config=MonitorConfig(
+                attempt=recorder.attempt,
+                policies={"keep_last": {"n": 1}},
+                fsync=False,
+                timeout_s=cfg.checkpoint.timeout_s,
+                log_dir=self._logs,
+                owner=states.owner,
+            ),
+            own=own,
+        )
+        client = MonitorClient(handle)
+
+        def tell(event: Event) -> None:
+            if isinstance(event, FaultEvent):
+                recorder.event(event)
+
+        self._relays.append(EventRelay(client, tell))
         return client
 
     def _make_pool(self) -> ExplorerPool:
@@ -416,6 +461,8 @@ class Actors:
                 f"it must be a folder that all nodes share"
             )
         self.monitor.describe().result(limit)  # the monitor checks this itself before it starts
+        if self.memory_monitor is not None:
+            self.memory_monitor.describe().result(limit)
 
     def _restore(self) -> None:
         """Restore the ranks from the checkpoint that the run starts from."""
@@ -460,6 +507,19 @@ def coordinator_option(cfg: CheckpointConfig, monitor: ActorHandle, attempt: int
     own = dict(cfg.coordinator)
     found = load_class(f"checkpoint.coordinator.{TARGET}", str(own.pop(TARGET)), CheckpointCoordinator)
     return partial(found, monitor, timeout_s=cfg.timeout_s, attempt=attempt, **own)  # type: ignore[arg-type]
+
+
+def _coordinators(
+    make: Callable[..., CheckpointCoordinator],
+    make_memory: Callable[..., CheckpointCoordinator] | None,
+    memory_root: str,
+    *,
+    node_id: str,
+    job_id: str,
+) -> FolderCoordinators[CheckpointCoordinator]:
+    """Make those of a process, in it."""
+    named = {"node_id": node_id, "job_id": job_id}
+    return FolderCoordinators(make(**named), None if make_memory is None else make_memory(**named), memory_root)
 
 
 # -- the monitor's events, copied to the run's record
@@ -586,7 +646,7 @@ def start_agents(
     trainer: TrainerGroup,
     *,
     synchronizer: SynchronizerClient,
-    make_coordinator: Callable[..., CheckpointCoordinator],
+    make_coordinators: Callable[..., FolderCoordinators[CheckpointCoordinator]],
 ) -> dict[str, AgentClient]:
     """Start the node agents, have them make their slots, and attach the trainer's ranks. Returns agents by Ray node id.
     Raises RunError, WaitTimeout: an agent or a rank does not answer, or has no room.
@@ -607,7 +667,7 @@ def start_agents(
 
     try:
         calls = [
-            agents[node].register(layouts[node], partial(make_coordinator, node_id=node, job_id="node-agent"))
+            agents[node].register(layouts[node], partial(make_coordinators, node_id=node, job_id="node-agent"))
             for node in layouts
         ]
         slots = dict(zip(layouts, results(calls, cfg.cluster.start_timeout_s), strict=True))
@@ -618,7 +678,7 @@ def start_agents(
         def attach(rank: RankClient) -> Call[None]:
             info = infos[rank.rank]
             paths = {slot: parts[info.part] for slot, parts in slots[info.node].paths.items() if info.part in parts}
-            return rank.attach(agents[info.node], paths, synchronizer, make_coordinator, cfg.checkpoint.timeout_s)
+            return rank.attach(agents[info.node], paths, synchronizer, make_coordinators, cfg.checkpoint.timeout_s)
 
         trainer.all(attach, cfg.cluster.start_timeout_s)
     except BaseException:

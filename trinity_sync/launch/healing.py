@@ -20,6 +20,7 @@ from trinity_sync.host.masking import without_hidden
 from trinity_sync.host.origin import origin
 from trinity_sync.launch import supervision
 from trinity_sync.launch.kept_explorers import KeptExplorers
+from trinity_sync.launch.memory_states import memory_folder
 from trinity_sync.launch.own_ray import ray_kept
 from trinity_sync.launch.start import Resume, Start, checkpoint_folder, committed_steps
 from trinity_sync.launch.supervision import SupervisedDriver
@@ -263,12 +264,22 @@ def run(
     saving: Callable[[RunConfig], AbstractContextManager[None]] | None = saved
     try:
         resume = healing.after_deaths(config, run_dir, resume)
-        with ray_kept(after=healing.heals, spared=healing.kept.pids), contextlib.closing(healing.kept):
+        with (
+            memory_folder(config.settings, run_dir) as memory,
+            ray_kept(after=healing.heals, spared=healing.kept.pids),
+            contextlib.closing(healing.kept),
+        ):
             while True:
                 try:
                     with failing_of_it():
                         return launcher.run(
-                            used[0], run_dir, resume=resume, until=until, settings=saving, healing=healing
+                            used[0],
+                            run_dir,
+                            resume=resume,
+                            until=until,
+                            settings=saving,
+                            healing=healing,
+                            memory=memory,
                         )
                 except Exception as error:
                     if not healing.heals(error):

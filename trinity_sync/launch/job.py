@@ -62,7 +62,10 @@ class Job:
         behind = published if actors.explores and not actors.free else None
         journal = sample_source.sample_journal(self._setup, explores=actors.explores)
         cut = None if journal is None else journal.cut
-        saves = FullSaves(actors.monitor, actors.trainer, settings, self._recorder, behind, cut)
+        memory = None
+        if actors.memory_monitor is not None:
+            memory = FullSaves(actors.memory_monitor, actors.trainer, settings, self._recorder, behind, records=False)
+        saves = FullSaves(actors.monitor, actors.trainer, settings, self._recorder, behind, cut, memory=memory)
         loop = self._make_loop(saves, self._publisher(settings), published, journal)
         interrupts.check()
         if actors.explores:
@@ -173,6 +176,7 @@ class Job:
             sync_interval=cfg.sync.interval,
             max_staleness=cfg.sync.max_staleness,
             save_interval=cfg.checkpoint.interval,
+            memory_interval=cfg.checkpoint.memory_interval,
             sync_timeout_s=cfg.sync.limit_s,
             step_timeout_s=max(cfg.backend.timeout_s * 4, 600),
             version_bytes=actors.version_bytes,

@@ -34,6 +34,7 @@ from trinity_sync.launch.cluster import ClusterMetrics, cluster, has_gpus
 from trinity_sync.launch.job import Job
 from trinity_sync.launch.kept_explorers import KeptExplorers
 from trinity_sync.launch.machine import SOCKET_BYTES, check_room, socket_room
+from trinity_sync.launch.memory_states import MemoryStates
 from trinity_sync.launch.row_scan import ScannedTask, note, scanned_task
 from trinity_sync.launch.start import (
     STORE,
@@ -93,9 +94,11 @@ def run(
     job: type[Job] | None = None,
     settings: Callable[[RunConfig], AbstractContextManager[None]] | None = None,
     healing: Healer | None = None,
+    memory: Path | None = None,
 ) -> int:
     """Do one attempt of a run, from start to end. `settings`: saves the settings that it is called with. `healing`:
-    decides whether another attempt follows a failure, in this process. Returns the exit code: 0 done, 130 interrupted.
+    decides whether another attempt follows a failure, in this process. `memory`: folder of the states in memory.
+    Returns the exit code: 0 done, 130 interrupted.
     """
     cfg = config.settings
     threads = _threads()
@@ -128,9 +131,19 @@ def run(
         for place in (mirror, store):
             if resume is None and place is not None:
                 marks.callback(_take_back, folder, place.unmark)
+        states = None if memory is None else MemoryStates(memory, owner)
         start = Start.find(
-            cfg, checkpoints, looked.start, resume=resume, committed=committed, mirror=mirror, recorded=recorded
+            cfg,
+            checkpoints,
+            looked.start,
+            resume=resume,
+            committed=committed,
+            mirror=mirror,
+            recorded=recorded,
+            states=states,
         )
+        if states is not None:
+            stack.enter_context(states.begun())
         if store is not None:
             store.check(checkpoints, recorded, required=resume is None)
         last_step = min(cfg.trainer.steps, max(until or cfg.trainer.steps, start.step + 1))
@@ -159,6 +172,7 @@ def run(
                     last_step=last_step,
                     stop=stop,
                     kept=None if healing is None else healing.kept,
+                    states=states,
                 )
                 with failing_of_it():
                     _run(job or Job, config, prepared, threads)

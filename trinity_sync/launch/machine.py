@@ -226,6 +226,7 @@ def _gib(size: float) -> str:
 
 _TIGHT = 1.25
 _MOST_SAVES = 200
+_STATES = 3
 
 
 def check_room(cfg: Config, run_dir: Path, checkpoints: Path, start: int = 0) -> Iterator[str]:
@@ -251,6 +252,12 @@ def check_room(cfg: Config, run_dir: Path, checkpoints: Path, start: int = 0) ->
     size = 3 * count * _BYTES[getattr(cfg.backend, "master_dtype", "fp32")]  # weights and two averages of Adam
     interval, steps = cfg.checkpoint.interval or cfg.trainer.steps, cfg.trainer.steps
     saves = sorted({*range(start - start % interval + interval, steps + 1, interval)[:_MOST_SAVES], steps})
+    if cfg.checkpoint.memory_interval and _STATES * size > shared:
+        text = f"{_STATES} states of at least {_gib(size)} (one to save from, one that is kept, one that is written)"
+        raise ConfigError(
+            f"checkpoint.memory_interval: {cfg.sync.shm_dir} (sync.shm_dir) has {_gib(shared)} for {text}; set 0, or "
+            "give the machine more shared memory"
+        )
     number, free = most_at_once(retention_policies(cfg), saves, size), _free(checkpoints)
     if (first := min(number, 2)) * size > free:
         raise ConfigError(f"{_lack(first, size, checkpoints, free)} free; name another place")

@@ -22,6 +22,7 @@ from trinity_sync.config import Config, asked_again
 from trinity_sync.config.lora_settings import adapter_of
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.host.urls import absolute, shown
+from trinity_sync.launch.memory_states import MemoryStates
 from trinity_sync.protocol.parts import FULL
 from trinity_sync.tracking.events import CommitEvent, MirrorEvent, PruneEvent, stream_events
 from trinity_sync.tracking.run_record import read_record
@@ -58,10 +59,13 @@ class Start:
         committed: Collection[int] = (),
         mirror: RunMirror | None = None,
         recorded: Recorded = (),
+        states: MemoryStates | None = None,
     ) -> Start:
-        """Find where a run starts. `begun`: of a new run, where `first` has found that."""
+        """Find where a run starts. `begun`: of a new run, where `first` has found that. `states`: of the attempt
+        before.
+        """
         if resume is not None:
-            return cls._resumed(cfg, checkpoints, mirror, resume, committed, recorded)
+            return cls._resumed(cfg, checkpoints, mirror, resume, committed, recorded, states)
         start = begun or cls.first(cfg, checkpoints, None)
         if mirror is not None:
             mirror.check(checkpoints)
@@ -86,12 +90,15 @@ class Start:
         resume: Resume,
         committed: Collection[int],
         recorded: Recorded,
+        states: MemoryStates | None,
     ) -> Start:
         step = 0
         found = None
         if not resume.from_scratch:
             with _advised():
                 found = _newest(checkpoints, mirror, resume, committed, recorded)
+            if states is not None and states.bring(checkpoints, found):
+                found = resume_point.find(checkpoints, skip_unreadable=resume.skip_unreadable)
             step = found.step if found is not None else 0
         elif mirror is not None:
             mirror.check(checkpoints, recorded)

@@ -24,6 +24,7 @@ import ray
 from trinity_sync.actors.agent_client import (
     AgentClient,
     Coordinator,
+    FolderCoordinators,
     SharedDelta,
     Slots,
     StatePart,
@@ -134,10 +135,9 @@ class NodeAgent:
             config.run_key,
             config.root,
             Path(config.fallback),
-            durable=config.durable,
             timeout_s=config.save_timeout_s,
         )
-        self._coordinator: Coordinator | None = None
+        self._coordinators: FolderCoordinators[Coordinator] | None = None
         # This call ends with this process; the synchronizer watches it.
         self._lifeline: Call[None] | None = None
 
@@ -147,7 +147,9 @@ class NodeAgent:
         return self._reports_to
 
     async def register(
-        self, layouts: Mapping[str, PartLayout], make_coordinator: Callable[[], Coordinator] | None = None
+        self,
+        layouts: Mapping[str, PartLayout],
+        make_coordinators: Callable[[], FolderCoordinators[Coordinator]] | None = None,
     ) -> Slots:
         """Make the slots for this node's parts.
 
@@ -155,8 +157,8 @@ class NodeAgent:
             layouts: by part; empty where the node's ranks hold replicas only.
         """
         self._layouts, self._encoders, self._kept = dict(layouts), {}, {}
-        if make_coordinator is not None:
-            self._coordinator = await self._run(make_coordinator)
+        if make_coordinators is not None:
+            self._coordinators = await self._run(make_coordinators)
         self._lifeline = self._synchronizer.lifeline()
         self._synchronizer.watch(this_process(f"the agent of node {self._node}"), [self._lifeline.reference])
         return await self._run(self._create)
@@ -432,12 +434,13 @@ class NodeAgent:
 
     async def save_published(self, step: int, folder: str, part: str, lease: Lease) -> None:
         """Write this node's parts of a leased version into a full checkpoint's staging folder, and report `part`."""
-        assert self._coordinator is not None, "register() brought a coordinator"
+        assert self._coordinators is not None, "register() brought them"
+        coordinator, durable = self._coordinators.of(folder), self._is_durable(folder)
         loop = asyncio.get_running_loop()
 
         def write() -> list[FileTuple]:
             files = [
-                self._write_part(lease.slot, part, Path(folder), {}, self._config.durable, "explorer/{}.safetensors")
+                self._write_part(lease.slot, part, Path(folder), {}, durable, "explorer/{}.safetensors")
                 for part in self._layouts
             ]
             released = asyncio.run_coroutine_threadsafe(self._release(lease), loop)
@@ -449,7 +452,7 @@ class NodeAgent:
             return files
 
         try:
-            await self._wait(partial(self._coordinator.save_sync, write, step, part=part, queues=True))
+            await self._wait(partial(coordinator.save_sync, write, step, part=part, queues=True))
         finally:  # also where `write` was not called
             await self._release(lease)
 
@@ -475,13 +478,17 @@ class NodeAgent:
 
     async def take_state(self, given: StatePart) -> None:
         """Take over a rank's part of a full checkpoint; returns when the part no longer depends on the rank."""
-        if self._coordinator is None:
+        if self._coordinators is None:
             raise RunError(
                 f"the agent of node {self._node} has no checkpoint coordinator, so it cannot save {given.part}"
             )
-        await self._wait(self._states.take, given, self._coordinator)
+        coordinator = self._coordinators.of(given.folder)
+        await self._wait(partial(self._states.take, given, coordinator, durable=self._is_durable(given.folder)))
         files = units.plural(len(given.files), "file")
         story.info("took over the state of %s of step %d: %s", given.part, given.step, files)
+
+    def _is_durable(self, folder: str) -> bool:
+        return self._config.durable and not (self._coordinators is not None and self._coordinators.is_memory(folder))
 
     async def wait_state_written(self, part: str, timeout_s: float, hurry: bool = False) -> None:
         """Wait until a part's state segment may be used again; `hurry`: training waits for it."""
@@ -529,13 +536,11 @@ class StateSlots:
 
     Args:
         run_key, root, fallback: arguments of `SlotArena.create`.
-        durable: fsync the files.
         timeout_s: timeout of the wait until a part may be written, seconds.
     """
 
-    def __init__(self, run_key: str, root: str, fallback: Path, *, durable: bool, timeout_s: float) -> None:
+    def __init__(self, run_key: str, root: str, fallback: Path, *, timeout_s: float) -> None:
         self._run_key, self._root, self._fallback = run_key, root, fallback
-        self._durable = durable
         self._timeout_s = timeout_s
         self._lock = threading.Lock()
         self._arenas: dict[str, SlotArena] = {}
@@ -563,14 +568,16 @@ class StateSlots:
             self._arenas[part], self._sizes[part] = arena, nbytes
             return str(arena.path(0, part)), list(arena.notes)
 
-    def take(self, given: StatePart, coordinator: Coordinator) -> None:
-        """Write a part's files in the background; returns when the monitor has let the write begin."""
+    def take(self, given: StatePart, coordinator: Coordinator, *, durable: bool) -> None:
+        """Write a part's files in the background; returns when the monitor has let the write begin. `durable`: fsync
+        them.
+        """
         begun = threading.Event()
         with self._lock:
             if not self._idle(given.part):
                 raise RunError(f"{given.part} of an earlier step is still being written")
             work = BackgroundWork(PATIENCE * self._timeout_s)
-            future = self._threads.submit(self._write, given, coordinator, begun, work)
+            future = self._threads.submit(self._write, given, coordinator, durable, begun, work)
             self._writes[given.part] = future, work
         future.add_done_callback(lambda _: begun.set())
         if not begun.wait(self._timeout_s):
@@ -603,14 +610,21 @@ class StateSlots:
     def _idle(self, part: str) -> bool:
         return part not in self._writes or self._writes[part][0].done()
 
-    def _write(self, given: StatePart, coordinator: Coordinator, begun: threading.Event, work: BackgroundWork) -> None:
+    def _write(
+        self,
+        given: StatePart,
+        coordinator: Coordinator,
+        durable: bool,
+        begun: threading.Event,
+        work: BackgroundWork,
+    ) -> None:
         segment = self._arenas[given.part].map(0, given.part) if given.part in self._arenas else b""
 
         def write() -> list[FileTuple]:
             begun.set()
             with work:
                 return [
-                    (path, *write_image(Path(given.folder) / path, extents, segment, durable=self._durable))
+                    (path, *write_image(Path(given.folder) / path, extents, segment, durable=durable))
                     for path, extents in given.files
                 ]
 

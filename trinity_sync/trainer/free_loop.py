@@ -153,13 +153,14 @@ class FreeLoop:
             advantages, metrics = self._steps.train(step, batch, self._source.advantages)
         publish, stops = settings.publishes(step), self._stop is not None and self._stop.is_set()
         save = stops or settings.saves(step)
-        if publish or save:
+        keep = not save and settings.keeps(step)
+        if publish or save or keep:
             with timing.of("stage"):
                 validates = self._validator is not None and self._validator.due(step)
-                self._begin_version(step, needed=save or validates or not self._can_do_without(step))
-        if save:
+                self._begin_version(step, needed=save or keep or validates or not self._can_do_without(step))
+        if save or keep:
             with timing.of("save"):
-                self._save(step, {**metrics, **measured})
+                self._save(step, {**metrics, **measured}, in_memory=keep)
         timing.step(time.perf_counter() - started, batch.token_count)
         facts = self._source.metrics()
         self._log.metrics(step, {**measured, **metrics, **lags, **facts, **timing.seconds})
@@ -173,13 +174,13 @@ class FreeLoop:
         """Tell whether the version before is fresh enough for all updates until the next publish."""
         return step + self._settings.sync_interval - 1 - self._newest <= self._settings.max_staleness
 
-    def _save(self, step: int, metrics: dict[str, float]) -> None:
+    def _save(self, step: int, metrics: dict[str, float], *, in_memory: bool) -> None:
         """Begin a checkpoint. Waits for the version of the step, whose digest it records."""
         staged = self._wait_published()
         assert staged is not None, "a step that is saved begins a version"
         state = {"data": self._source.position(), "algorithm": self._steps.state()}
         late = self._late_metrics if self._validator is not None else None
-        self._saves.begin(step, staged.sealed.digest, metrics, state=state, late=late)
+        self._saves.begin(step, staged.sealed.digest, metrics, state=state, late=late, in_memory=in_memory)
 
     # -- validations
 

@@ -87,7 +87,8 @@ class _OpenSave(NamedTuple):
 
 class FullSaves:
     """Full checkpoints of a run. `published`: saves the version that explorers hold; None: there are no explorers.
-    `committed`: called with the step of each that is committed.
+    `committed`: called with the step of each that is committed. `records`: whether they are in the run's record, as
+    states in memory are not. `memory`: saves these states.
     """
 
     def __init__(
@@ -98,7 +99,12 @@ class FullSaves:
         log: Recorder,
         published: PublishedState | None = None,
         committed: Callable[[int], None] | None = None,
+        *,
+        records: bool = True,
+        memory: FullSaves | None = None,
     ) -> None:
+        self._records = records
+        self._memory = memory
         self._published = published
         self._committed = committed
         self._monitor = monitor
@@ -120,13 +126,21 @@ class FullSaves:
         published: bool = True,
         state: Mapping[str, Mapping[str, object] | None] | None = None,
         late: LateMetrics | None = None,
+        in_memory: bool = False,
     ) -> None:
         """Start a full checkpoint of the state after `step`. All ranks are between steps. Its commit comes after the
         next call of `poll`. `state`: the driver's state for a resume: under ``data`` the position in the data
         (`samples.position.Position`), under ``algorithm`` the algorithm's state; empty ones are not written.
+        `in_memory`: the state is kept in memory; it is left out while another save is under way, for which the ranks
+        would have to wait.
         """
         self.poll()
-        self._log.saving(step)
+        if in_memory:
+            if self._memory is not None and not self._pending and not self._memory._pending:
+                self._memory.begin(step, digest, metrics, published=published, state=state, late=late)
+            return
+        if self._records:
+            self._log.saving(step)
         try:
             self._begin(step, digest, metrics, published, state or {}, late)
         except _SaveError as failure:
@@ -217,6 +231,8 @@ class FullSaves:
         """Let the monitor commit the save of the last step, whose metrics are on disk by now, and record the saves that
         ended. Called after each step; does not wait.
         """
+        if self._memory is not None:
+            self._memory.poll()
         self._report()
         while self._pending:
             done = next(iter(ended(self._pending)), None)
@@ -254,7 +270,8 @@ class FullSaves:
             return
         del self._pending[call]  # an interrupted wait leaves it to `settle`
         self._succeeded = max(self._succeeded, save.step)
-        record_commit(self._log, result, self._blocked(save), save.began)
+        if self._records:
+            record_commit(self._log, result, self._blocked(save), save.began)
         if self._committed is not None:
             self._committed(save.step)
 

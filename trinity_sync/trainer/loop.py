@@ -136,7 +136,8 @@ class TrainingLoop:
         publish = due and settings.explores
         stops = self._stop is not None and self._stop.is_set()
         save = stops or settings.saves(step)
-        if publish or save:
+        keep = not save and settings.keeps(step)
+        if publish or save or keep:
             version = Version(settings.attempt, step)
             with timing.of("stage"):
                 staged = self._steps.stage(version)
@@ -146,11 +147,12 @@ class TrainingLoop:
                 self._steps.discard(version)
         if due and self._validator is not None and self._validator.due(step):
             validated = self._validate(self._validator, step, timing)
-        if save:
+        if save or keep:
             with timing.of("save"):
                 numbers = {**metrics, **measured, **validated}
                 state = {"data": self._data.position(step), "algorithm": self._steps.state()}
-                self._saves.begin(step, staged.sealed.digest, numbers, published=publish, state=state)
+                digest = staged.sealed.digest
+                self._saves.begin(step, digest, numbers, published=publish, state=state, in_memory=keep)
         timing.step(time.perf_counter() - started, batch.token_count)
         self._log.metrics(step, {**measured, **metrics, **lags, **validated, **timing.seconds})
         if settings.records(step):

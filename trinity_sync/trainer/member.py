@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from ray.experimental import internal_kv
 
-from trinity_sync.actors.agent_client import AgentClient, StatePart
+from trinity_sync.actors.agent_client import AgentClient, FolderCoordinators, StatePart
 from trinity_sync.actors.calls import ANSWER_S, Call, this_process
 from trinity_sync.actors.rank_client import Broadcast, RankInfo
 from trinity_sync.actors.synchronizer_client import SynchronizerClient
@@ -80,7 +80,7 @@ class Member:
         agent: AgentClient,
         paths: dict[int, str],
         synchronizer: SynchronizerClient,
-        make_coordinator: Callable[..., CheckpointCoordinator],
+        make_coordinators: Callable[..., FolderCoordinators[CheckpointCoordinator]],
         save_timeout_s: float,
     ) -> None:
         """Connect to the node's agent, its slots, the synchronizer and the checkpoint monitor. `save_timeout_s`: limit
@@ -102,16 +102,16 @@ class Member:
             self._part,
             sync_timeout_s=synchronizer.timeout_s,
         )
-        coordinator = make_coordinator(node_id=ray.get_runtime_context().get_node_id(), job_id=f"rank-{self._rank}")
+        coordinators = make_coordinators(node_id=ray.get_runtime_context().get_node_id(), job_id=f"rank-{self._rank}")
         meetings = Meetings.of_default_group(save_timeout_s)
         if self._spec.backend.writes_own_files:
             backend = cast("SelfWritingBackend", self._backend)
-            self._saver = BackendSaver(backend, coordinator, meetings, self._part, lazy=self._spec.lazy_snapshot)
+            self._saver = BackendSaver(backend, coordinators, meetings, self._part, lazy=self._spec.lazy_snapshot)
             return
         self._saver = AgentSaver(
             cast("Backend", self._backend),
             agent,
-            coordinator,
+            coordinators,
             meetings,
             self._part,
             writes_metadata=self._rank == 0,
@@ -311,10 +311,17 @@ class Saver(ABC, Generic[B]):
     """Saves of one rank. All methods are collective."""
 
     def __init__(
-        self, backend: B, coordinator: CheckpointCoordinator, meetings: Meetings, part: str, *, lazy: bool
+        self,
+        backend: B,
+        coordinators: FolderCoordinators[CheckpointCoordinator],
+        meetings: Meetings,
+        part: str,
+        *,
+        lazy: bool,
     ) -> None:
         self._backend = backend
-        self._coordinator = coordinator
+        self._coordinators = coordinators
+        self._coordinator = coordinators.checkpoints  # of the newest save
         self._meetings = meetings
         self._timeout_s = meetings.timeout_s
         self._part = part
@@ -333,6 +340,7 @@ class Saver(ABC, Generic[B]):
         nothing is raised. Returns seconds for which training was blocked so far; see `blocked_s`.
         """
         started = time.perf_counter()
+        self._coordinator = self._coordinators.of(folder)
         try:
             meeting = self._meetings.begin(f"step {step}", lambda: self._ready(step))
             try:
@@ -353,12 +361,14 @@ class Saver(ABC, Generic[B]):
         """Wait until this rank's saves are written or handed over, without yielding to training any more; raise the
         error of the newest save.
         """
-        self._coordinator.wait_all()
+        for coordinator in self._coordinators.all():
+            coordinator.wait_all()
 
     def _ready(self, step: int) -> None:
         """Wait until the save before is written or handed over."""
         self._wait_copied()
-        self._coordinator.settle()
+        for coordinator in self._coordinators.all():
+            coordinator.settle()
 
     @abstractmethod
     def _begin(self, step: int, folder: Path, meeting: RankMeeting) -> None:
@@ -380,7 +390,7 @@ class AgentSaver(Saver[Backend]):
         self,
         backend: Backend,
         agent: AgentClient,
-        coordinator: CheckpointCoordinator,
+        coordinators: FolderCoordinators[CheckpointCoordinator],
         meetings: Meetings,
         part: str,
         *,
@@ -388,7 +398,7 @@ class AgentSaver(Saver[Backend]):
         form: Format,
         lazy: bool,
     ) -> None:
-        super().__init__(backend, coordinator, meetings, part, lazy=lazy)
+        super().__init__(backend, coordinators, meetings, part, lazy=lazy)
         self._agent = agent
         self._writes_metadata = writes_metadata
         self._format: Format = form

@@ -60,6 +60,7 @@ class LoopSettings:
         mode: name of the sync mode in events.
         max_staleness: largest allowed staleness of a sample, in steps.
         save_interval: steps between full checkpoints, 0 for the last only.
+        memory_interval: steps between states in memory, 0 for none.
         sync_timeout_s, step_timeout_s: limits in seconds; the first is a `WaitLimit`, which grows with bytes.
         base: digest of the base of the published adapters; None: versions are whole.
         record_interval: steps between recorded samples; 0: none are recorded.
@@ -75,6 +76,7 @@ class LoopSettings:
     save_interval: int
     sync_timeout_s: float
     step_timeout_s: float
+    memory_interval: int = 0
     version_bytes: VersionBytes = field(default_factory=VersionBytes)
     base: str | None = None
     record_interval: int = 0
@@ -89,6 +91,10 @@ class LoopSettings:
 
     def saves(self, step: int) -> bool:
         return step == self.steps or bool(self.save_interval and step % self.save_interval == 0)
+
+    def keeps(self, step: int) -> bool:
+        """Return whether the state after a step is kept in memory."""
+        return bool(self.memory_interval and step % self.memory_interval == 0)
 
 
 @dataclass

@@ -286,6 +286,27 @@ def _remove_if_stale(folder: Path) -> bool:
     return not folder.exists()
 
 
+@contextmanager
+def kept_folder(root: str | Path, name: str) -> Iterator[Path]:
+    """Lock a folder of this user under `root` for the block, and delete it afterwards. What a dead process has left in
+    a folder of this name is there. Raises SegmentError: a live process uses it.
+    """
+    with _home(Path(root), create=True) as home:
+        folder = home / name
+        folder.mkdir(mode=0o700, exist_ok=True)
+        lock = open_lock(folder / _LOCK)
+        if not try_lock(lock):
+            os.close(lock)
+            raise SegmentError(f"{folder} is in use by a live process")
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+        os.close(lock)
+        with suppress(OSError, WaitTimeout), _home(Path(root), create=False, timeout_s=0):
+            pass
+
+
 def _reserve(path: Path, nbytes: int) -> None:
     """Create a file with allocated blocks: a write to its mapping cannot fail for lack of space."""
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)
