@@ -26,9 +26,9 @@ from trinity_sync.sync.pieces import (
     BroughtParts,
     NodeChain,
     PartPieces,
+    PieceFetcher,
     PieceServer,
     PieceSource,
-    PieceTransport,
     WantedPart,
 )
 from trinity_sync.weights.slots import SlotArena
@@ -143,7 +143,7 @@ def node(host: str, owner_host: str, root: str) -> None:
     def make(part: str, nbytes: int) -> SlotArena:
         return SlotArena.create(f"{host}-{part}-{os.getpid()}", 2, {part: nbytes}, root=root, fallback=root)  # type: ignore[arg-type]
 
-    brought = BroughtParts([PieceTransport(server, KEY, LIMIT_S)], make)
+    brought = BroughtParts([PieceFetcher(server, KEY, LIMIT_S)], make)
     asked, words = cast(AgentClient, RemoteOwner(owner_host)), connect(owner_host)
     words.send(pack("join"), LIMIT_S)
     while (given := words.receive(LIMIT_S)) is not None:

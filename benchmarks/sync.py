@@ -42,7 +42,7 @@ from trinity_sync.actors.monitor_client import MonitorClient
 from trinity_sync.actors.rank_client import RankClient
 from trinity_sync.checkpoint import CheckpointMonitor
 from trinity_sync.checkpoint.monitor import MonitorConfig
-from trinity_sync.launch.own_ray import start_ray
+from trinity_sync.launch.local_ray import start_ray
 from trinity_sync.protocol.parts import CommitMeta, PartInfo, part_name
 from trinity_sync.protocol.versions import Version, VersionBook
 from trinity_sync.sync import Synchronizer, SynchronizerConfig

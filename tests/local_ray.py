@@ -25,7 +25,7 @@ from ray._private.authentication.authentication_token_setup import enable_token_
 from ray.exceptions import RayActorError
 
 from trinity_sync.host.process import environment
-from trinity_sync.launch import own_ray, worker_fork
+from trinity_sync.launch import local_ray, worker_fork
 
 _ALONE = {"env_vars": {"TRINITY_TEST_ALONE": "$HOME"}}
 """Ray has to look such a variable up itself, so no fork begins with it."""
@@ -46,16 +46,16 @@ def running() -> Iterator[None]:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tr-", dir="/tmp")))
         with ExitStack() as starting:
             patched = starting.enter_context(pytest.MonkeyPatch.context())
-            patched.setattr(own_ray, "LATER", _FORKED)
+            patched.setattr(local_ray, "LATER", _FORKED)
             patched.setattr(worker_fork, "__file__", str(Path(__file__).with_name("forked_actor.py")))
-            started = stack.enter_context(own_ray.fork_server(folder))
-            starting.enter_context(own_ray.workers_forked())
+            started = stack.enter_context(local_ray.fork_server(folder))
+            starting.enter_context(local_ray.workers_forked())
             starting.enter_context(environment(started.env))
-            own_ray.start_ray(
+            local_ray.start_ray(
                 120.0,
                 num_cpus=4,
                 include_dashboard=False,
-                _system_config=dict(own_ray.SYSTEM_CONFIG),
+                _system_config=dict(local_ray.SYSTEM_CONFIG),
                 **_QUIET,
             )
         try:

@@ -21,7 +21,7 @@ import pytest
 from tests.checkpoint.helpers import commit
 from trinity_sync.checkpoint.folder import leases, lock
 from trinity_sync.checkpoint.folder.contents import Manifest, read_manifest, step_dir
-from trinity_sync.launch import own_ray
+from trinity_sync.launch import local_ray
 from trinity_sync.protocol.parts import STATE_DICT
 from trinity_sync.tracking.run_record import RunFolder, lock_owner
 from trinity_sync.weights import slots
@@ -218,7 +218,7 @@ def plant(path: Path, kind: str, precious: Path) -> None:
 
 def session(root: Path) -> tuple[str, int, int]:
     """Name, owner and mode of the folder for a session of Ray's."""
-    with own_ray._own_folder(str(root)) as folder:
+    with local_ray._own_folder(str(root)) as folder:
         found = folder.stat()
         return folder.name, found.st_uid, found.st_mode & 0o7777
 

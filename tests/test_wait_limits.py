@@ -113,7 +113,7 @@ def test_an_object_of_ray_has_the_time_of_its_part_for_each_of_its_two_hops(monk
     owner, sent, into = Patient(["shared"]), Patient(SimpleNamespace(data=b"bytes")), Patient()
     monkeypatch.setattr(node_agent, "Call", sent)
     wanted: Any = SimpleNamespace(version=VERSION, slot=0, part="rank-00000", nbytes=2_000 * MB, owner=owner)
-    node_agent.ObjectTransport(LIMIT).bring(wanted, into, print)  # type: ignore[arg-type]
+    node_agent.ObjectFetcher(LIMIT).bring(wanted, into, print)  # type: ignore[arg-type]
     assert owner.limits == sent.limits == [220.0]
 
 

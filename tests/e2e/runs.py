@@ -255,7 +255,7 @@ def reproduce(folder: Path, *arguments: str) -> Run:
 _PROGRAM = """
 import json, sys
 from trinity_sync.cli.main import main
-from trinity_sync.launch.own_ray import ray_kept
+from trinity_sync.launch.local_ray import ray_kept
 with ray_kept():
     codes = [main(command) for command in json.loads(sys.argv[1])]
 print(*codes)

@@ -19,7 +19,7 @@ import psutil
 import pytest
 
 from trinity_sync.host import fork_server
-from trinity_sync.launch import own_ray, worker_fork
+from trinity_sync.launch import local_ray, worker_fork
 
 PROGRAM = """
 import json, os, random, signal, sys
@@ -305,7 +305,7 @@ def test_half_a_request_begins_nothing_and_harms_nobody(tmp_path: Path) -> None:
 @pytest.mark.all
 @pytest.mark.timeout(300)
 def test_forks_of_what_a_run_imports_draw_ids_and_numbers_of_their_own(tmp_path: Path) -> None:
-    server = Server(tmp_path, later=",".join(["torch", *own_ray.LATER]))
+    server = Server(tmp_path, later=",".join(["torch", *local_ray.LATER]))
     (tmp_path / "program.py").write_text(
         """
 import json, random, threading

@@ -31,7 +31,7 @@ from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.host.hardware import RAYS_HOOK, for_workers, own_modules_found
 from trinity_sync.host.interrupts import ENDING
 from trinity_sync.launch import cluster as module
-from trinity_sync.launch import node_watch, own_ray
+from trinity_sync.launch import local_ray, node_watch
 from trinity_sync.launch.cluster import Cluster, cluster
 
 MARK = "TRINITY_TEST_MARK"
@@ -129,7 +129,7 @@ def seen(root: Path) -> Iterator[Seen]:
     with (root / LIVING / "owner.lock").open("w") as lock, pytest.MonkeyPatch.context() as patch:
         fcntl.flock(lock, fcntl.LOCK_EX)
         patch.setenv("RAY_ADDRESS", "127.0.0.1:1")
-        patch.setattr(own_ray, "_PROCESS_END_S", 2.0)
+        patch.setattr(local_ray, "_PROCESS_END_S", 2.0)
         told: list[str] = []
         patch.setattr(module.story, "info", lambda text, *values: told.append(text % values))
         before = dict(os.environ)
@@ -275,8 +275,8 @@ def test_a_folder_that_another_run_took_for_a_stale_one_is_made_again(
             shutil.rmtree(made[0])
         return made[-1]
 
-    monkeypatch.setattr(own_ray.tempfile, "mkdtemp", make_and_lose_the_first)
-    with own_ray._own_folder(str(root)) as folder:
+    monkeypatch.setattr(local_ray.tempfile, "mkdtemp", make_and_lose_the_first)
+    with local_ray._own_folder(str(root)) as folder:
         assert str(folder) == made[1]
         assert (folder / "owner.lock").exists()
     assert not folder.exists()
@@ -339,7 +339,7 @@ def test_a_local_cluster_that_cannot_start_is_told_and_leaves_nothing(root: Path
 
 
 def test_a_folder_for_ray_is_made_or_named(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with own_ray._own_folder(str(root / "new" / "one")) as folder:
+    with local_ray._own_folder(str(root / "new" / "one")) as folder:
         assert folder.parent == root / "new" / "one"
     shutil.rmtree(root / "new")
     (root / "file").touch()
@@ -364,7 +364,7 @@ def test_a_program_that_is_connected_already_stays_connected(
     with pytest.raises(RunError, match=refusal), starting:
         pass
     with pytest.raises(RunError, match=refusal):
-        own_ray.start_ray(1.0)
+        local_ray.start_ray(1.0)
     with pytest.raises(RunError, match=refusal):
         module.has_gpus("auto")
 
@@ -394,8 +394,8 @@ from types import SimpleNamespace
 import psutil, ray
 from trinity_sync.host.hardware import for_workers, own_modules_found
 from trinity_sync.launch import cluster as module
-from trinity_sync.launch import node_watch, own_ray
-own_ray._SHUTDOWN_S, node_watch._ASK_S, node_watch._END_S = 1.0, 0.2, 1.0
+from trinity_sync.launch import node_watch, local_ray
+local_ray._SHUTDOWN_S, node_watch._ASK_S, node_watch._END_S = 1.0, 0.2, 1.0
 settings = SimpleNamespace(
     address=None, num_cpus=None, object_store_mb=80, start_timeout_s=120.0, temp_dir={str(root)!r}
 )
@@ -446,11 +446,11 @@ def test_who_ends_the_program_at_once_ends_its_ray_first(root: Path, monkeypatch
     node = SimpleNamespace(get_node_id=lambda: "a node")
     monkeypatch.setattr(ray, "get_runtime_context", lambda: node)
     monkeypatch.setattr(ray, "nodes", list)
-    monkeypatch.setattr(module.own_ray, "own_ray", lambda *given: nullcontext(root))
+    monkeypatch.setattr(module.local_ray, "local_ray", lambda *given: nullcontext(root))
     monkeypatch.setattr(module, "raylet_watched", lambda *given, ours: nullcontext(threading.Event()))
     for name in ("ended_with_its_node", "last_words"):
         monkeypatch.setattr(module, name, lambda end: nullcontext(ends.append(end)))
-    monkeypatch.setattr(module.own_ray, "give_up", ended.append)
+    monkeypatch.setattr(module.local_ray, "give_up", ended.append)
     with cluster(settings(), namespace="run-6", cpus=1, env={}):
         of_a_node, of_an_interrupt = ends
         of_a_node("the node is gone")

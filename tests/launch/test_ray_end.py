@@ -17,8 +17,8 @@ import ray
 from ray._private.node import Node
 
 from trinity_sync.host import interrupts
-from trinity_sync.launch import own_ray
-from trinity_sync.launch.own_ray import give_up, kill_all, lives, processes_of, shut_down, wait_for_ends
+from trinity_sync.launch import local_ray
+from trinity_sync.launch.local_ray import give_up, kill_all, lives, processes_of, shut_down, wait_for_ends
 
 _RAYLET = """
 import subprocess, sys, time
@@ -37,8 +37,8 @@ _STUBBORN = "import time\ntime.sleep(600)"
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_ray, "_SHUTDOWN_S", 0.3)
-    monkeypatch.setattr(own_ray, "_PROCESS_END_S", 1.5)
+    monkeypatch.setattr(local_ray, "_SHUTDOWN_S", 0.3)
+    monkeypatch.setattr(local_ray, "_PROCESS_END_S", 1.5)
 
 
 @pytest.fixture
@@ -124,7 +124,7 @@ def test_what_stands_still_of_ray_is_killed(
 def test_after_an_interrupt_ray_has_the_time_that_is_left(
     monkeypatch: pytest.MonkeyPatch, raylet: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(interrupts, "_deadline", time.monotonic() + own_ray._KILL_S + 0.5)
+    monkeypatch.setattr(interrupts, "_deadline", time.monotonic() + local_ray._KILL_S + 0.5)
     monkeypatch.setattr(interrupts, "interrupted", lambda: True)
     processes = processes_of(tmp_path)
     ends_with(monkeypatch, raylet.wait)
@@ -145,9 +145,9 @@ def test_a_program_that_ray_does_not_let_go_ends(
         codes.append(code)
         ended.set()
 
-    monkeypatch.setattr(own_ray.os, "_exit", end)
-    monkeypatch.setattr(own_ray, "_SHUTDOWN_S", 0.1)
-    monkeypatch.setattr(own_ray, "_NOTICE_S", 0.5)
+    monkeypatch.setattr(local_ray.os, "_exit", end)
+    monkeypatch.setattr(local_ray, "_SHUTDOWN_S", 0.1)
+    monkeypatch.setattr(local_ray, "_NOTICE_S", 0.5)
     ends_with(monkeypatch, lambda: ended.wait(30))
     began = time.monotonic()
     shut_down(tmp_path if own else None)

@@ -21,12 +21,12 @@ from trinity_sync.sync.pieces import (
     BroughtParts,
     GoneError,
     NodeChain,
+    PartFetcher,
     PartPieces,
-    PartTransport,
+    PieceFetcher,
     PieceRequest,
     PieceServer,
     PieceSource,
-    PieceTransport,
     UnreachableError,
     WantedPart,
 )
@@ -88,7 +88,7 @@ class Node:
 
     def __init__(self, name: str, *, stall_s: float = LIMIT, secret: bytes = SECRET) -> None:
         self.server = WatchedServer(HERE, secret, name, LIMIT)
-        self.transport = PieceTransport(self.server, secret, stall_s)
+        self.fetcher = PieceFetcher(self.server, secret, stall_s)
         self.held: PartPieces
         self.memory = b""
 
@@ -96,7 +96,7 @@ class Node:
         self.memory = bytearray(len(owner.data))
         self.held = PartPieces(VERSION, memoryview(self.memory), whole=False, piece_bytes=PIECE)
         told: list[str] = []
-        self.transport.bring(owner.wanted(), self.held, told.append)
+        self.fetcher.bring(owner.wanted(), self.held, told.append)
         return told
 
     def begin(self, owner: Owner) -> Begun:
@@ -370,13 +370,13 @@ def test_a_closed_server_ends_its_connections_and_threads(make_owner: MakeOwner,
 class Parts(BroughtParts):
     """Those of a node, in a folder of the test."""
 
-    def __init__(self, folder: Path, *transports: PartTransport, root: str = "") -> None:
+    def __init__(self, folder: Path, *fetchers: PartFetcher, root: str = "") -> None:
         def make(part: str, nbytes: int) -> SlotArena:
             self.made.append(part)
             assert self.may_make.wait(LIMIT)
             return SlotArena.create(f"run-{part}", 2, {part: nbytes}, root=folder / root, fallback=folder / "fallback")
 
-        super().__init__(transports, make, PIECE)
+        super().__init__(fetchers, make, PIECE)
         self.made: list[str] = []
         self.may_make = threading.Event()
         self.may_make.set()
@@ -386,8 +386,8 @@ class Parts(BroughtParts):
 def make_parts(tmp_path: Path) -> Iterator[Callable[..., Parts]]:
     made = []
 
-    def make(*transports: PartTransport, **settings: Any) -> Parts:
-        made.append(Parts(tmp_path, *transports, **settings))
+    def make(*fetchers: PartFetcher, **settings: Any) -> Parts:
+        made.append(Parts(tmp_path, *fetchers, **settings))
         return made[-1]
 
     yield make
@@ -402,7 +402,7 @@ MakeParts = Callable[..., Parts]
 def test_all_explorers_of_a_node_share_one_arrival(
     make_owner: MakeOwner, make_node: MakeNode, make_parts: MakeParts
 ) -> None:
-    owner, parts = make_owner(random_bytes(5 * PIECE)), make_parts(make_node("node").transport)
+    owner, parts = make_owner(random_bytes(5 * PIECE)), make_parts(make_node("node").fetcher)
     paths = {parts.bring(owner.wanted()).result(LIMIT) for _ in range(3)}
     assert [Path(path).read_bytes()[: 5 * PIECE] for path in paths] == [owner.data]
     assert len(owner.server.requests) == 1
@@ -411,7 +411,7 @@ def test_all_explorers_of_a_node_share_one_arrival(
 def test_the_next_version_of_a_slot_ends_the_one_before(
     make_owner: MakeOwner, make_node: MakeNode, make_parts: MakeParts
 ) -> None:
-    parts, late = make_parts(make_node("node").transport), make_owner(random_bytes(5 * PIECE), whole=False)
+    parts, late = make_parts(make_node("node").fetcher), make_owner(random_bytes(5 * PIECE), whole=False)
     before = parts.bring(late.wanted())
     wait_until(lambda: len(late.server.requests) == 1)
     late.held.version = newer = Version(0, 8)
@@ -425,7 +425,7 @@ def test_the_next_version_of_a_slot_ends_the_one_before(
 def test_a_part_that_did_not_come_is_brought_again(
     make_owner: MakeOwner, make_node: MakeNode, make_parts: MakeParts
 ) -> None:
-    owner, parts = make_owner(random_bytes(5 * PIECE)), make_parts(make_node("node").transport)
+    owner, parts = make_owner(random_bytes(5 * PIECE)), make_parts(make_node("node").fetcher)
     owner.held.piece(2)[0] ^= owner.held.digest(2)[0] | 1
     with pytest.raises(RunError, match="piece 2"):
         parts.bring(owner.wanted()).result(LIMIT)
@@ -436,7 +436,7 @@ def test_a_part_that_did_not_come_is_brought_again(
 def test_a_part_that_was_damaged_in_memory_comes_again_from_the_damaged_piece_on(
     make_owner: MakeOwner, make_node: MakeNode, make_parts: MakeParts
 ) -> None:
-    owner, parts = make_owner(random_bytes(5 * PIECE)), make_parts(make_node("node").transport)
+    owner, parts = make_owner(random_bytes(5 * PIECE)), make_parts(make_node("node").fetcher)
     path = Path(parts.bring(owner.wanted()).result(LIMIT))
     with path.open("r+b") as file:
         file.seek(3 * PIECE)
@@ -453,7 +453,7 @@ def test_parts_of_different_ranks_travel_at_the_same_time(
 ) -> None:
     late, owner = make_owner(random_bytes(5 * PIECE), whole=False), make_owner(random_bytes(5 * PIECE, 1))
     owner.server.hold(SLOT, "another", owner.held)
-    parts = make_parts(make_node("node").transport)
+    parts = make_parts(make_node("node").fetcher)
     coming = parts.bring(late.wanted())
     wait_until(lambda: len(late.server.requests) == 1)
     path = parts.bring(owner.wanted()._replace(part="another")).result(LIMIT)
@@ -464,7 +464,7 @@ def test_parts_of_different_ranks_travel_at_the_same_time(
 
 
 class Copying:
-    """The next transport."""
+    """The next fetcher."""
 
     def __init__(self, data: bytes) -> None:
         self._data = data
@@ -473,11 +473,11 @@ class Copying:
         into.fill(memoryview(self._data))
 
 
-def test_where_an_owner_cannot_be_reached_the_next_transport_is_used_from_then_on(
+def test_where_an_owner_cannot_be_reached_the_next_fetcher_is_used_from_then_on(
     make_owner: MakeOwner, make_node: MakeNode, make_parts: MakeParts, caplog: pytest.LogCaptureFixture
 ) -> None:
     owner = make_owner(random_bytes(5 * PIECE))
-    parts = make_parts(make_node("node", secret=b"x" * 32).transport, Copying(owner.data))
+    parts = make_parts(make_node("node", secret=b"x" * 32).fetcher, Copying(owner.data))
     for step in (7, 8):
         path = parts.bring(owner.wanted(Version(0, step))).result(LIMIT)
         assert Path(path).read_bytes()[: 5 * PIECE] == owner.data
@@ -487,10 +487,10 @@ def test_where_an_owner_cannot_be_reached_the_next_transport_is_used_from_then_o
     assert parts.take_errors() == []
 
 
-def test_without_another_transport_that_is_an_error(
+def test_without_another_fetcher_that_is_an_error(
     make_owner: MakeOwner, make_node: MakeNode, make_parts: MakeParts
 ) -> None:
-    parts = make_parts(make_node("node", secret=b"x" * 32).transport)
+    parts = make_parts(make_node("node", secret=b"x" * 32).fetcher)
     with pytest.raises(UnreachableError, match="accepts no connection"):
         parts.bring(make_owner(b"1234").wanted()).result(LIMIT)
 
@@ -578,7 +578,7 @@ def test_a_part_whose_slots_are_reserved_waits_for_no_allocation(make_owner: Mak
 def test_an_error_on_the_way_is_told_though_the_part_does_not_come(
     make_owner: MakeOwner, make_node: MakeNode, make_parts: MakeParts
 ) -> None:
-    owner, parts = make_owner(random_bytes(5 * PIECE)), make_parts(make_node("node").transport)
+    owner, parts = make_owner(random_bytes(5 * PIECE)), make_parts(make_node("node").fetcher)
     owner.held.piece(2)[0] ^= owner.held.digest(2)[0] | 1
     with pytest.raises(RunError, match="piece 2"):
         parts.bring(owner.wanted()).result(LIMIT)

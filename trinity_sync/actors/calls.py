@@ -31,7 +31,7 @@ from ray.exceptions import (
     WorkerCrashedError,
 )
 
-from trinity_sync.actors.pending import ANSWER_S, CallTransport, DeathError, NoAnswerError, PendingCall, ended
+from trinity_sync.actors.pending import ANSWER_S, CallChannel, DeathError, NoAnswerError, PendingCall, ended
 from trinity_sync.errors import ProcessLoss, RunError, TrinityError, WaitTimeout
 from trinity_sync.host.hardware import look_there
 from trinity_sync.host.interrupts import REST_S, leave_to_driver, left
@@ -40,7 +40,7 @@ from trinity_sync.host.process import DRIVER, end_with_driver
 from trinity_sync.host.threads import in_background
 from trinity_sync.protocol.rounds import RoundMember
 
-__all__ = ["ANSWER_S", "Call", "DeathError", "RayTransport", "ended", "results", "this_process"]
+__all__ = ["ANSWER_S", "Call", "DeathError", "RayChannel", "ended", "results", "this_process"]
 
 T = TypeVar("T")
 T_co = TypeVar("T_co", covariant=True)
@@ -130,7 +130,7 @@ class Call(PendingCall[T_co]):
         return bool(done)
 
 
-class RayTransport(CallTransport):
+class RayChannel(CallChannel):
     """Calls to one of Ray's actors."""
 
     def __init__(self, handle: ActorHandle) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import TYPE_CHECKING, Concatenate, Generic, ParamSpec, Self, TypeVar, overload
 
-from trinity_sync.actors.pending import CallTransport, PendingCall
+from trinity_sync.actors.pending import CallChannel, PendingCall
 
 if TYPE_CHECKING:
     from ray.actor import ActorHandle
@@ -72,20 +72,20 @@ class Client:
     """A client of an actor.
 
     Args:
-        handle: Ray's handle of the actor, or another transport of calls.
+        handle: Ray's handle of the actor, or another channel of calls.
         who: the actor's name in errors, such as ``"the checkpoint monitor"``.
     """
 
-    def __init__(self, handle: ActorHandle | CallTransport, who: str) -> None:
+    def __init__(self, handle: ActorHandle | CallChannel, who: str) -> None:
         self.handle, self.who = handle, who
-        self._transport = handle if isinstance(handle, CallTransport) else _ray(handle)
+        self._channel = handle if isinstance(handle, CallChannel) else _ray(handle)
 
     def caller(self) -> tuple[str, str]:
         """Return (node, process): names of the calling process, unique among the actor's callers."""
-        return self._transport.caller()
+        return self._channel.caller()
 
     def _call(self, what: str, method: str, *args: object, **kwargs: object) -> PendingCall[object]:
-        return self._transport.call(self.who, what, method, args, kwargs)
+        return self._channel.call(self.who, what, method, args, kwargs)
 
 
 class RayClient(Client):
@@ -96,7 +96,7 @@ class RayClient(Client):
     handle: ActorHandle
 
 
-def _ray(handle: ActorHandle) -> CallTransport:
-    from trinity_sync.actors.calls import RayTransport  # Ray is slow to import, and a local actor needs none
+def _ray(handle: ActorHandle) -> CallChannel:
+    from trinity_sync.actors.calls import RayChannel  # Ray is slow to import, and a local actor needs none
 
-    return RayTransport(handle)
+    return RayChannel(handle)

@@ -23,7 +23,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from trinity_sync.actors.pending import CallTransport, Changes, DeathError, PendingCall
+from trinity_sync.actors.pending import CallChannel, Changes, DeathError, PendingCall
 from trinity_sync.errors import RunError, TrinityError, WaitTimeout
 from trinity_sync.host.channel import LENGTH, Connection, Listener, length_of, pack
 from trinity_sync.host.origin import error_text, origin
@@ -105,7 +105,7 @@ class LocalCall(PendingCall[T]):
         return bool(wait([self.future], timeout_s).done)
 
 
-class LocalHandle(CallTransport):
+class LocalHandle(CallChannel):
     """Calls an actor in a local process, from any thread.
 
     When the connection ends, `again` connects to the actor's next process, and all unanswered calls are repeated with

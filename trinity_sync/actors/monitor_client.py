@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, TypedDict
 
 from trinity_sync.actors.client import Client, MethodNames, RemoteMethod
-from trinity_sync.actors.pending import CallTransport
+from trinity_sync.actors.pending import CallChannel
 from trinity_sync.protocol.parts import Kind
 from trinity_sync.tracking.events import CommitEvent, Event, PruneEvent
 
@@ -104,7 +104,7 @@ class MonitorClient(Client):
         handle: Ray's handle of the monitor, or that of a monitor in a local process.
     """
 
-    def __init__(self, handle: ActorHandle | CallTransport) -> None:
+    def __init__(self, handle: ActorHandle | CallChannel) -> None:
         super().__init__(handle, "the checkpoint monitor")
 
     begin = RemoteMethod(CheckpointMonitor.begin, "begin step {0}")

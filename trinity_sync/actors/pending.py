@@ -1,4 +1,4 @@
-"""Calls to other processes, for any transport: Ray (`calls`) or a connection to a local process (`local`). Also the
+"""Calls to other processes, over any channel: Ray (`calls`) or a connection to a local process (`local`). Also the
 parts of an actor's body that depend on its host. Ray is not imported here.
 """
 
@@ -95,8 +95,8 @@ class PendingCall(ABC, Generic[T_co]):
         """Argument for another call, by which the actor notices the end of this process; see `Host.outlived`."""
 
 
-class CallTransport(ABC):
-    """The transport of calls to an actor."""
+class CallChannel(ABC):
+    """The way of calls to an actor."""
 
     @abstractmethod
     def call(

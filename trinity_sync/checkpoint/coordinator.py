@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeAlias, TypeVar
 
 from trinity_sync.actors.monitor_client import CommitReport, Facts, MonitorClient
-from trinity_sync.actors.pending import ANSWER_S, CallTransport, PendingCall
+from trinity_sync.actors.pending import ANSWER_S, CallChannel, PendingCall
 from trinity_sync.checkpoint.folder.contents import file_entry, staging_dir, step_dir
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.host.logs import log_failure
@@ -77,7 +77,7 @@ class CheckpointCoordinator:
 
     def __init__(
         self,
-        checkpoint_monitor: ActorHandle | CallTransport,
+        checkpoint_monitor: ActorHandle | CallChannel,
         *,
         node_id: str | None = None,
         job_id: str | None = None,

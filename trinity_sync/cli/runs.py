@@ -123,7 +123,7 @@ def _resume(folder: Path, options: argparse.Namespace, *, is_sweep: bool) -> int
             f"name one of its jobs, such as {folder / '0'}"
         )
     from trinity_sync.cli.sweep_jobs import SweepJob, resume_sweep
-    from trinity_sync.launch.own_ray import ray_kept
+    from trinity_sync.launch.local_ray import ray_kept
 
     def begin(job: SweepJob) -> int:
         with job.invocation.modules_found((), options.allow_target):

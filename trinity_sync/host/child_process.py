@@ -37,7 +37,7 @@ _CREDENTIALS = struct.Struct("iII")
 _CONTROL = socket.CMSG_SPACE(_CREDENTIALS.size)  # no room for file descriptors, which would be open here then
 
 
-class Channel:
+class ChildPipe:
     """The parent's end of the connection to a child, whose end is a `multiprocessing.connection.Connection`.
 
     The kernel names the sender of each piece, and pieces of other processes are dropped: a fork of the child, which has
@@ -65,7 +65,7 @@ class Channel:
         return _readable((self._pidfd,), within_s)
 
     def send(self, message: object, limit_s: float | None = None) -> None:
-        """Send a message. `limit_s`: for the child to read it, seconds; None: the channel's limit. Raises TimeoutError:
+        """Send a message. `limit_s`: for the child to read it, seconds; None: the pipe's limit. Raises TimeoutError:
         the child has not read all of it in time; the connection cannot send any more.
         """
         data = pickle.dumps(message)
@@ -138,14 +138,14 @@ class Child(NamedTuple):
     """A child process and the connection to it. As a context it ends with the block."""
 
     process: subprocess.Popen[bytes]
-    channel: Channel
+    pipe: ChildPipe
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
         self.end()
-        self.channel.close()
+        self.pipe.close()
 
     def status(self, within_s: float) -> int | None:
         """Wait for the exit status; return None at the timeout."""
@@ -195,9 +195,9 @@ def start_child(
             # processors between sessions first, so a low priority would not yield to the run.
             process_group=0,
         )
-        channel = Channel(ours, child.pid, message_s)
+        pipe = ChildPipe(ours, child.pid, message_s)
         on_error.pop_all()
-        return Child(child, channel)
+        return Child(child, pipe)
 
 
 def python(code: str) -> list[str]:

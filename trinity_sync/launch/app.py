@@ -290,7 +290,7 @@ class RunHooks(Callback):
         _session.around_jobs.enter_context(composed_before(config.hydra))
         _session.around_jobs.enter_context(sweeps.jobs_end_first(config.hydra, float(config.checkpoint.stop_s)))
         if sweeps.in_this_process(config.hydra):
-            from trinity_sync.launch.own_ray import ray_kept
+            from trinity_sync.launch.local_ray import ray_kept
 
             _session.around_jobs.enter_context(ray_kept())
         else:

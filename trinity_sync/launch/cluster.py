@@ -24,7 +24,7 @@ from trinity_sync.host.interrupts import last_words
 from trinity_sync.host.logs import story
 from trinity_sync.host.process import replaced
 from trinity_sync.host.threads import in_background
-from trinity_sync.launch import own_ray
+from trinity_sync.launch import local_ray
 from trinity_sync.launch.node_watch import ended_with_its_node, raylet_watched
 from trinity_sync.tracking.trackers import TrackedRun
 from trinity_sync.tracking.units import finite
@@ -75,11 +75,11 @@ def cluster(
         os.environ["RAY_IGNORE_UNHANDLED_ERRORS"] = "1"
         stack.enter_context(_ray_logged())
         if settings.address is not None:
-            own_ray.check_unconnected()
+            local_ray.check_unconnected()
             _join(settings.address, runtime_env={"env_vars": env}, **common)
-            stack.callback(own_ray.shut_down, None)
+            stack.callback(local_ray.shut_down, None)
         else:
-            own = stack.enter_context(own_ray.own_ray(settings, cpus, env, forked, common))
+            own = stack.enter_context(local_ray.local_ray(settings, cpus, env, forked, common))
         here = ray.get_runtime_context().get_node_id()
         expected = stack.enter_context(raylet_watched(here, ours=own is not None))
 
@@ -90,7 +90,7 @@ def cluster(
 
         def end_at_once() -> None:
             expected.set()
-            own_ray.give_up(own)
+            local_ray.give_up(own)
 
         stack.enter_context(ended_with_its_node(end))
         stack.enter_context(last_words(end_at_once))
@@ -105,12 +105,12 @@ def has_gpus(address: str) -> bool:
     """Return whether an existing cluster has GPUs; errors as for `cluster`."""
     import ray
 
-    own_ray.check_unconnected()
+    local_ray.check_unconnected()
     _join(address, log_to_driver=False, logging_level="ERROR")
     try:
         return bool(ray.cluster_resources().get("GPU", 0) > 0)
     finally:
-        own_ray.shut_down(None)
+        local_ray.shut_down(None)
 
 
 def _join(address: str, **options: object) -> None:
@@ -120,10 +120,10 @@ def _join(address: str, **options: object) -> None:
 
     _check_reachable(address)
     try:
-        with own_ray.own_sigterm():
+        with local_ray.own_sigterm():
             ray.init(address=address, **options)
     except (AuthenticationError, ConnectionError, ValueError, RuntimeError) as error:
-        said = f"no Ray cluster answers there ({own_ray.first_line(error)})"
+        said = f"no Ray cluster answers there ({local_ray.first_line(error)})"
         if isinstance(error, AuthenticationError) or AuthenticationError.__name__ in str(error.__cause__):
             said = (
                 "Ray there does not take this program's token; set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN or "
@@ -161,7 +161,7 @@ def _restored_environment() -> Iterator[None]:
     try:
         yield
     finally:
-        before |= {name: os.environ[name] for name in (own_ray.AUTHENTICATION,) if name in os.environ}
+        before |= {name: os.environ[name] for name in (local_ray.AUTHENTICATION,) if name in os.environ}
         os.environ.clear()
         os.environ.update(before)
 

@@ -20,8 +20,8 @@ from trinity_sync.host.masking import without_hidden
 from trinity_sync.host.origin import origin
 from trinity_sync.launch import supervision
 from trinity_sync.launch.kept_explorers import KeptExplorers
+from trinity_sync.launch.local_ray import ray_kept
 from trinity_sync.launch.memory_states import memory_folder
-from trinity_sync.launch.own_ray import ray_kept
 from trinity_sync.launch.start import Resume, Start, checkpoint_folder, committed_steps
 from trinity_sync.launch.supervision import SupervisedDriver
 from trinity_sync.tracking.events import HealEvent

@@ -25,7 +25,7 @@ from trinity_sync.backends.option import accelerator_count
 from trinity_sync.config import Config, build_task, validation_items, validation_task
 from trinity_sync.config.composition import section
 from trinity_sync.errors import ConfigError, RunError, TrinityError, in_one_line
-from trinity_sync.host.child_process import Channel, start_child
+from trinity_sync.host.child_process import ChildPipe, start_child
 from trinity_sync.host.references import Settings, path_list
 from trinity_sync.models.families import check_attention, class_problem, noise, vllm_problem
 from trinity_sync.samples.record import Prompt
@@ -218,17 +218,17 @@ def note(text: str) -> None:
 def _ask(request: _ScanRequest, path: str) -> _ScanAnswer | _UnreadableModel:
     with start_child(__name__, None, _MESSAGE_S) as child:
         try:
-            child.channel.send(request)
-            return _answer(child.channel, path, len(request.rows))
+            child.pipe.send(request)
+            return _answer(child.pipe, path, len(request.rows))
         except (EOFError, OSError) as error:
             status = child.status(1)
             raise RunError(f"the process that checks the rows of {path} has ended ({status})") from error
 
 
-def _answer(channel: Channel, path: str, rows: int) -> _ScanAnswer | _UnreadableModel:
+def _answer(pipe: ChildPipe, path: str, rows: int) -> _ScanAnswer | _UnreadableModel:
     told = time.monotonic()
-    while channel.poll(_LIMIT_S):
-        message = channel.recv()
+    while pipe.poll(_LIMIT_S):
+        message = pipe.recv()
         if isinstance(message, TrinityError):
             raise message
         if not isinstance(message, int):

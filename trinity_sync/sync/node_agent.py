@@ -44,11 +44,11 @@ from trinity_sync.sync.pieces import (
     BroughtPart,
     BroughtParts,
     NodeChain,
+    PartFetcher,
     PartPieces,
-    PartTransport,
+    PieceFetcher,
     PieceServer,
     PieceSource,
-    PieceTransport,
     WantedPart,
 )
 from trinity_sync.tracking import units
@@ -125,7 +125,7 @@ class NodeAgent:
         stall_s = grown(config.sync_timeout_s, PIECE_BYTES, more_s=stall_s - config.sync_timeout_s)
         who = f"the agent of node {self._node}"
         self._server = PieceServer(ray.util.get_node_ip_address(), config.secret, who, stall_s)
-        self._brought = BroughtParts(self._transports(stall_s), self._make_slots)
+        self._brought = BroughtParts(self._fetchers(stall_s), self._make_slots)
         # By slot and part: the version there, and the nodes that take it.
         self._filled: dict[tuple[int, str], Version] = {}
         self._chains: dict[tuple[int, str], NodeChain] = {}
@@ -295,12 +295,12 @@ class NodeAgent:
         path = await asyncio.wrap_future(await self._wait(self._brought.bring, wanted))
         return BroughtPart(path, self._brought.take_errors())
 
-    def _transports(self, stall_s: float) -> list[PartTransport]:
-        config, found = self._config, list[PartTransport]()
+    def _fetchers(self, stall_s: float) -> list[PartFetcher]:
+        config, found = self._config, list[PartFetcher]()
         if config.transport != "ray" and config.secret is not None:
-            found.append(PieceTransport(self._server, config.secret, stall_s))
+            found.append(PieceFetcher(self._server, config.secret, stall_s))
         if config.transport != "tcp":
-            found.append(ObjectTransport(config.sync_timeout_s))
+            found.append(ObjectFetcher(config.sync_timeout_s))
         return found
 
     def _make_slots(self, part: str, nbytes: int) -> SlotArena:
@@ -518,8 +518,8 @@ class NodeAgent:
         return await asyncio.get_running_loop().run_in_executor(self._waits, function, *args)
 
 
-class ObjectTransport:
-    """Parts as Ray's objects (a `PartTransport`): each node fetches them from the owner's. `timeout_s`: for a part."""
+class ObjectFetcher:
+    """Parts as Ray's objects (a `PartFetcher`): each node fetches them from the owner's. `timeout_s`: for a part."""
 
     def __init__(self, timeout_s: float) -> None:
         self._timeout_s = timeout_s

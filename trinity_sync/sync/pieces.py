@@ -8,7 +8,7 @@ digest, so a version passes several nodes in about the time of one, and leaves t
    version and the first piece that it lacks (`PieceRequest`).
 2. The source (`PieceServer`) sends each piece behind its length and its digest. While it waits for a piece itself it
    says so each second, so a timeout of the receiver covers one hop.
-3. The receiver (`PieceTransport`) reads a piece into its place in the slot, and checks it. On a wrong digest, a closed
+3. The receiver (`PieceFetcher`) reads a piece into its place in the slot, and checks it. On a wrong digest, a closed
    connection or a timeout it asks the owner for another source, which sends the rest, beginning with that piece.
 
 A source stands always before its receiver in the list, so there is no circle. A late node takes a whole version from a
@@ -278,7 +278,7 @@ class PieceServer:
 # ---- the receiving side
 
 
-class PartTransport(Protocol):
+class PartFetcher(Protocol):
     """A way for parts between nodes. Any thread."""
 
     def bring(self, wanted: WantedPart, into: PartPieces, tell: Callable[[str], None]) -> None:
@@ -293,7 +293,7 @@ class PartTransport(Protocol):
         ...
 
 
-class PieceTransport:
+class PieceFetcher:
     """Over TCP, see the module.
 
     Args:
@@ -384,17 +384,17 @@ class BroughtParts:
     is left: then no explorer here and no next node needs the version before.
 
     Args:
-        transports: the first is replaced by the next for good where an owner cannot be reached.
+        fetchers: the first is replaced by the next for good where an owner cannot be reached.
         make_arena: makes the slots of a part of so many bytes.
     """
 
     def __init__(
         self,
-        transports: Sequence[PartTransport],
+        fetchers: Sequence[PartFetcher],
         make_arena: Callable[[str, int], SlotArena],
         piece_bytes: int = PIECE_BYTES,
     ) -> None:
-        self._transports = list(transports)
+        self._fetchers = list(fetchers)
         self._make_arena = make_arena
         self._piece_bytes = piece_bytes
         self._threads = ThreadPoolExecutor(_AT_ONCE, thread_name_prefix="part")
@@ -492,24 +492,24 @@ class BroughtParts:
                     self._tell(f"piece {held.there} of {wanted} was damaged in memory, and is brought again")
             while True:
                 held.check()
-                transport = self._transports[0]
+                fetcher = self._fetchers[0]
                 try:
-                    transport.bring(wanted, held, self._tell)
+                    fetcher.bring(wanted, held, self._tell)
                     break
                 except UnreachableError as error:
-                    self._replace(transport, error)
+                    self._replace(fetcher, error)
         except BaseException as error:
             held.end(str(error))
             raise
         return path
 
-    def _replace(self, transport: PartTransport, error: UnreachableError) -> None:
-        """Go on with the next transport; raise the error if there is none."""
+    def _replace(self, fetcher: PartFetcher, error: UnreachableError) -> None:
+        """Go on with the next fetcher; raise the error if there is none."""
         with self._lock:
-            if self._transports[0] is transport:
-                if len(self._transports) == 1:
+            if self._fetchers[0] is fetcher:
+                if len(self._fetchers) == 1:
                     raise error
-                del self._transports[0]
+                del self._fetchers[0]
                 self._tell(f"{error}; so versions travel as Ray's objects from now on")
 
     def _tell(self, error: str) -> None:

@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection
 from subprocess import Popen, TimeoutExpired
 
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.host.child_process import Channel, go_on_kept, start_child
+from trinity_sync.host.child_process import ChildPipe, go_on_kept, start_child
 from trinity_sync.host.interrupts import ENDING, SignalHandler
 from trinity_sync.host.logs import story
 from trinity_sync.host.origin import ASK, Origin, end_text, give_origin, keep_origin, place_of, stack_told, tell_stack
@@ -190,14 +190,14 @@ class RewardWorker:
         theirs, self._lifeline = os.pipe()
         try:
             further = [self._stack, theirs]  # closing the second ends the process and all that it has started
-            self._child, self._channel = start_child(__name__, None, further=further, with_driver=False)
+            self._child, self._pipe = start_child(__name__, None, further=further, with_driver=False)
         finally:
             os.close(theirs)
-        self._channel.most_bytes = _MOST_BYTES
-        self._channel.sender = None  # a grandchild; its first message is not an answer
+        self._pipe.most_bytes = _MOST_BYTES
+        self._pipe.sender = None  # a grandchild; its first message is not an answer
         self.pid = self._child.pid
         _WORKERS.add(self)
-        self._finalizer = weakref.finalize(self, _end, self._child, self._channel, (self._lifeline, self._stack))
+        self._finalizer = weakref.finalize(self, _end, self._child, self._pipe, (self._lifeline, self._stack))
         self.current: int | None = None
         self.up = False
         self._broken = False
@@ -221,7 +221,7 @@ class RewardWorker:
     @property
     def lost(self) -> bool:
         """Whether it has ended or sent something while it was idle."""
-        return self.idle and (self._broken or self._channel.poll(0.0))
+        return self.idle and (self._broken or self._pipe.poll(0.0))
 
     @property
     def signalled(self) -> bool:
@@ -230,8 +230,8 @@ class RewardWorker:
 
     @property
     def descriptors(self) -> tuple[int, int]:
-        """See `Channel`."""
-        return self._channel.descriptors
+        """See `ChildPipe`."""
+        return self._pipe.descriptors
 
     def ask(self, place: int, response: Response, limit: float) -> None:
         """Have it judge a response. `limit`: of the answer, seconds."""
@@ -242,15 +242,15 @@ class RewardWorker:
         self._number = secrets.token_hex(8)  # an earlier response cannot know it
         self._limit, self._since = limit, time.monotonic()
         try:
-            self._channel.send((self._number, question), None if self.up else limit)  # Python may start slowly
+            self._pipe.send((self._number, question), None if self.up else limit)  # Python may start slowly
         except OSError:
             self._broken = True
 
     def answer(self) -> RewardResult | Failure | None:
         """Return the answer to the current response; None: there is none yet."""
         try:
-            while not self._broken and self._channel.poll(0.0):
-                data = self._channel.recv_bytes()
+            while not self._broken and self._pipe.poll(0.0):
+                data = self._pipe.recv_bytes()
                 if not data and not self.up:
                     continue
                 number, answer = decoded(data)
@@ -277,7 +277,7 @@ class RewardWorker:
         hung = not self._broken
         if hung:
             self._child.send_signal(ASK)
-        gone = self._channel.ended(_END_S)
+        gone = self._pipe.ended(_END_S)
         stack = stack_told(self._stack)
         self.close()
         if hung:
@@ -298,7 +298,7 @@ class RewardWorker:
     def disown(self) -> None:
         """Close its descriptors in a forked process, which would keep it alive."""
         if self._finalizer.detach() is not None:
-            self._channel.close()
+            self._pipe.close()
             os.close(self._lifeline)
 
 
@@ -313,8 +313,8 @@ def _disown_all() -> None:
 os.register_at_fork(after_in_child=_disown_all)
 
 
-def _end(child: Popen[bytes], channel: Channel, descriptors: tuple[int, int]) -> None:
-    channel.close()
+def _end(child: Popen[bytes], pipe: ChildPipe, descriptors: tuple[int, int]) -> None:
+    pipe.close()
     for descriptor in descriptors:  # the lifeline among them
         os.close(descriptor)
     with contextlib.suppress(TimeoutExpired):  # a dead network disk may block it for ever

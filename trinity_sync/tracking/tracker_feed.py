@@ -274,8 +274,8 @@ class TrackerChild:
     def _ask(self, method: str, *arguments: object) -> None:
         assert self._child is not None, "`start` comes first"
         try:
-            self._child.channel.send((method, arguments), _START_S if method == "start" else None)
-            kind, text = self._child.channel.recv()
+            self._child.pipe.send((method, arguments), _START_S if method == "start" else None)
+            kind, text = self._child.pipe.recv()
         except (EOFError, OSError) as error:
             status = self._child.status(_LAST_S)
             what = f"does not answer ({error})" if status is None else f"has ended ({status})"

@@ -293,7 +293,7 @@ class RowProcesses:
             helpers = list(self._processes)
             for child, share in zip(helpers, shares, strict=True):
                 with suppress(OSError):  # it has ended, and will not answer
-                    child.channel.send(list(spans[share.start : share.stop]))
+                    child.pipe.send(list(spans[share.start : share.stop]))
             try:
                 found = [here(number) for number in first]
                 for child, share in zip(helpers, shares, strict=True):
@@ -316,7 +316,7 @@ class RowProcesses:
     def _end(self) -> None:
         for child in self._processes:
             child.end()
-            child.channel.close()
+            child.pipe.close()
         self._processes.clear()
 
 
@@ -329,9 +329,9 @@ def _shares(spans: Sequence[RowSpan], count: int) -> list[range]:
 
 def _answer(child: Child) -> list[bytes] | None:
     try:
-        if not child.channel.poll(_ANSWER_S):
+        if not child.pipe.poll(_ANSWER_S):
             return None
-        found: list[bytes] = child.channel.recv()
+        found: list[bytes] = child.pipe.recv()
     except (EOFError, OSError):
         return None
     return found

@@ -31,7 +31,7 @@ from trinity_sync.checkpoint.folder.owner import Owner, Recorded, manifests
 from trinity_sync.checkpoint.mirror.copies import DamagedError, ForeignError, Mirror, Storage, oldest_needed, point_of
 from trinity_sync.errors import ConfigError, RunError, TrinityError, in_one_line
 from trinity_sync.host import interrupts
-from trinity_sync.host.child_process import Channel, Child, start_child
+from trinity_sync.host.child_process import Child, ChildPipe, start_child
 from trinity_sync.host.logs import log_failure
 from trinity_sync.host.masking import shown, without_secrets
 from trinity_sync.host.origin import shortened
@@ -638,13 +638,11 @@ def call(
     except OSError as error:
         raise MirrorError(f"the copying process could not be started: {error}") from error
     with started as child:
-        _send(
-            child.channel, (place, settings.key, dict(settings.options), owner, work), min(_START_S, settings.timeout_s)
-        )
+        _send(child.pipe, (place, settings.key, dict(settings.options), owner, work), min(_START_S, settings.timeout_s))
         heard, most = time.monotonic(), -1
         while stop is None or not stop.is_set():
             tick()
-            if child.channel.poll(_BEAT_S):
+            if child.pipe.poll(_BEAT_S):
                 message, before = _receive(child), heard
                 heard = time.monotonic()
                 match message:
@@ -663,9 +661,9 @@ def call(
         raise MirrorError("the run ended meanwhile", final=True)
 
 
-def _send(channel: Channel, message: tuple[object, ...], limit_s: float) -> None:
+def _send(pipe: ChildPipe, message: tuple[object, ...], limit_s: float) -> None:
     try:
-        channel.send(message, limit_s)
+        pipe.send(message, limit_s)
     except TimeoutError:
         raise MirrorError(f"the copying process has not taken its work within {limit_s:g} s") from None
     except OSError:
@@ -674,7 +672,7 @@ def _send(channel: Channel, message: tuple[object, ...], limit_s: float) -> None
 
 def _receive(child: Child) -> tuple[object, ...]:
     try:
-        message: tuple[object, ...] = child.channel.recv()
+        message: tuple[object, ...] = child.pipe.recv()
     except EOFError:
         if (status := child.status(_END_S)) is None:
             raise MirrorError(f"the copying process has hung up and not ended within {_END_S} s") from None

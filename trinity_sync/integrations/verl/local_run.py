@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch.distributed as dist
 
 from trinity_sync.actors.monitor_client import MonitorClient
-from trinity_sync.actors.pending import CallTransport
+from trinity_sync.actors.pending import CallChannel
 from trinity_sync.checkpoint import daemon
 from trinity_sync.checkpoint.daemon import connect, wait_until_ended
 from trinity_sync.checkpoint.folder.contents import step_of
@@ -251,7 +251,7 @@ def _reached_by(others: Sequence[str]) -> str:
 class RunMonitor:
     """A run's checkpoint monitor, a Ray actor or a process, as checkpoint managers use it."""
 
-    handle: ActorHandle | CallTransport  # of the monitor, for a `CheckpointCoordinator`
+    handle: ActorHandle | CallChannel  # of the monitor, for a `CheckpointCoordinator`
     client: MonitorClient  # for the calls of a checkpoint
     root: Path | None  # the checkpoint folder; None: nothing is written
     attempt: int  # the run's attempt
@@ -260,7 +260,7 @@ class RunMonitor:
     durable: bool  # whether commits are fsynced
 
     @classmethod
-    def of(cls, handle: ActorHandle | CallTransport, timeout_s: float) -> RunMonitor:
+    def of(cls, handle: ActorHandle | CallChannel, timeout_s: float) -> RunMonitor:
         """Make it from a handle, of Ray or of `checkpoint.daemon.connect`. Raises RunError, WaitTimeout."""
         client = MonitorClient(handle)
         facts = client.describe().result(timeout_s)

@@ -27,9 +27,9 @@ from tests.launch.test_cluster import lives, marked, remove_when_left, settings
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.host.interrupts import ENDING
 from trinity_sync.host.process import driver_lifeline
-from trinity_sync.launch import own_ray, worker_fork
+from trinity_sync.launch import local_ray, worker_fork
 from trinity_sync.launch.cluster import cluster
-from trinity_sync.launch.own_ray import ray_kept
+from trinity_sync.launch.local_ray import ray_kept
 
 MARK = "TRINITY_TEST_MARK"
 
@@ -123,16 +123,16 @@ def test_one_is_kept_for_a_run_that_wants_the_same(
     ended: list[Path] = []
     alive = [True]
 
-    def start(request: Any, cpus: int, options: object) -> own_ray.OwnRay:
+    def start(request: Any, cpus: int, options: object) -> local_ray.LocalRay:
         folder = tmp_path / str(len(started))
         started.append(folder)
-        return own_ray.OwnRay(folder, request, cpus, frozenset(), lambda: ended.append(folder))
+        return local_ray.LocalRay(folder, request, cpus, frozenset(), lambda: ended.append(folder))
 
-    monkeypatch.setattr(own_ray, "_start_own", start)
-    monkeypatch.setattr(own_ray.OwnRay, "clear", lambda self, spared: True)
-    monkeypatch.setattr(own_ray.OwnRay, "lives", lambda self: alive[0])
+    monkeypatch.setattr(local_ray, "_start_local", start)
+    monkeypatch.setattr(local_ray.LocalRay, "clear", lambda self, spared: True)
+    monkeypatch.setattr(local_ray.LocalRay, "lives", lambda self: alive[0])
     with ray_kept():
-        with contextlib.suppress(ZeroDivisionError), own_ray.own_ray(SETTINGS, 2, {}, False, {}):
+        with contextlib.suppress(ZeroDivisionError), local_ray.local_ray(SETTINGS, 2, {}, False, {}):
             if change == "error":
                 1 / 0  # noqa: B018
         assert ended == ([started[0]] if change == "error" else [])
@@ -142,7 +142,7 @@ def test_one_is_kept_for_a_run_that_wants_the_same(
             monkeypatch.chdir(tmp_path)  # as hydra.job.chdir does
         alive[0] = change != "death"
         env = {"NAME": "1"} if change == "env" else {}
-        with own_ray.own_ray(SETTINGS, 3 if change == "cpus" else 1, env, change == "forked", {}):
+        with local_ray.local_ray(SETTINGS, 3 if change == "cpus" else 1, env, change == "forked", {}):
             pass
         assert len(started) == (1 if change == "nothing" else 2)
         assert ended == started[:-1]
@@ -156,19 +156,19 @@ def test_one_is_kept_after_a_failure_that_another_attempt_follows(
     started: list[int] = []
     ended: list[int] = []
 
-    def start(request: Any, cpus: int, options: object) -> own_ray.OwnRay:
+    def start(request: Any, cpus: int, options: object) -> local_ray.LocalRay:
         number = len(started)
         started.append(number)
-        return own_ray.OwnRay(tmp_path, request, cpus, frozenset(), lambda: ended.append(number))
+        return local_ray.LocalRay(tmp_path, request, cpus, frozenset(), lambda: ended.append(number))
 
     def attempt(error: Exception | None) -> None:
-        with contextlib.suppress(ArithmeticError), own_ray.own_ray(SETTINGS, 2, {}, False, {}):
+        with contextlib.suppress(ArithmeticError), local_ray.local_ray(SETTINGS, 2, {}, False, {}):
             if error is not None:
                 raise error
 
-    monkeypatch.setattr(own_ray, "_start_own", start)
-    monkeypatch.setattr(own_ray.OwnRay, "clear", lambda self, spared: True)
-    monkeypatch.setattr(own_ray.OwnRay, "lives", lambda self: True)
+    monkeypatch.setattr(local_ray, "_start_local", start)
+    monkeypatch.setattr(local_ray.LocalRay, "clear", lambda self, spared: True)
+    monkeypatch.setattr(local_ray.LocalRay, "lives", lambda self: True)
     with ray_kept() if swept else contextlib.nullcontext():
         with ray_kept(after=lambda error: isinstance(error, ZeroDivisionError)):
             attempt(ZeroDivisionError())
@@ -181,16 +181,16 @@ def test_one_is_kept_after_a_failure_that_another_attempt_follows(
 
 
 def test_one_that_does_not_live_is_not_asked_to_clear_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    request = own_ray._RayRequest(SETTINGS, {}, False, {}, tmp_path)
-    monkeypatch.setattr(own_ray.OwnRay, "lives", lambda self: False)
-    monkeypatch.setattr(own_ray.OwnRay, "_workers", lambda self, spared: pytest.fail("Ray was asked"))
-    assert not own_ray.OwnRay(tmp_path, request, 1, frozenset(), lambda: None).clear()
+    request = local_ray._RayRequest(SETTINGS, {}, False, {}, tmp_path)
+    monkeypatch.setattr(local_ray.LocalRay, "lives", lambda self: False)
+    monkeypatch.setattr(local_ray.LocalRay, "_workers", lambda self, spared: pytest.fail("Ray was asked"))
+    assert not local_ray.LocalRay(tmp_path, request, 1, frozenset(), lambda: None).clear()
 
 
 def test_what_a_process_of_rays_prints_without_end_is_cut(tmp_path: Path) -> None:
     printed = tmp_path / "raylet.err"
     printed.write_text("before\n" + "x" * 10_000)
-    assert own_ray._end_of(3, printed) == "ended with exit code 3: " + "x" * 300
+    assert local_ray._end_of(3, printed) == "ended with exit code 3: " + "x" * 300
 
 
 def test_what_is_left_of_a_start_that_fails_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,7 +201,7 @@ def test_what_is_left_of_a_start_that_fails_is_ended(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ray, "init", fails)
     monkeypatch.setattr(ray, "shutdown", lambda: ended.append(None))
     with pytest.raises(RunError, match="Ray did not start: no"):
-        own_ray.start_ray(10.0)
+        local_ray.start_ray(10.0)
     assert ended == [None]
 
 
@@ -221,11 +221,11 @@ def test_the_end_of_an_interrupted_start_is_no_death_of_its_raylet(monkeypatch: 
     def interrupted(**options: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(own_ray, "starting_raylets_watched", until("the raylet is watched"))
-    monkeypatch.setattr(own_ray, "_processes_looked_after", until("the raylet may live"))
+    monkeypatch.setattr(local_ray, "starting_raylets_watched", until("the raylet is watched"))
+    monkeypatch.setattr(local_ray, "_processes_looked_after", until("the raylet may live"))
     monkeypatch.setattr(ray, "init", interrupted)
     with pytest.raises(KeyboardInterrupt):
-        own_ray.start_ray(10.0, _temp_dir="/nowhere")
+        local_ray.start_ray(10.0, _temp_dir="/nowhere")
     assert over == ["the raylet is watched", "the raylet may live"]
 
 
@@ -244,9 +244,9 @@ def test_actors_of_the_run_before_end_for_good(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(state, "actor_table", lambda *asked: states)
     monkeypatch.setattr(state, "workers", lambda: ["of 9"])
     monkeypatch.setattr(groups, "placement_group_table", dict)
-    monkeypatch.setattr(own_ray, "processes_of", lambda folder: [])
-    monkeypatch.setattr(own_ray.OwnRay, "lives", lambda self: True)
-    assert own_ray.OwnRay(tmp_path, REQUEST, 1, frozenset(), lambda: None).clear([9])
+    monkeypatch.setattr(local_ray, "processes_of", lambda folder: [])
+    monkeypatch.setattr(local_ray.LocalRay, "lives", lambda self: True)
+    assert local_ray.LocalRay(tmp_path, REQUEST, 1, frozenset(), lambda: None).clear([9])
     assert killed == [(ids[0], True)], "one that is started again is in the way of the next run"
 
 
@@ -257,8 +257,8 @@ def test_an_actor_that_lives_on_keeps_its_processes(tmp_path: Path, monkeypatch:
     while not parent.children():
         time.sleep(0.01)
     (child,) = parent.children()
-    monkeypatch.setattr(own_ray, "processes_of", lambda folder: [parent, child, other])
-    kept = own_ray.OwnRay(tmp_path, REQUEST, 1, frozenset(), lambda: None)
+    monkeypatch.setattr(local_ray, "processes_of", lambda folder: [parent, child, other])
+    kept = local_ray.LocalRay(tmp_path, REQUEST, 1, frozenset(), lambda: None)
     assert kept._workers(()) == [parent, child, other]
     assert kept._workers([parent.pid]) == [other]
     for process in (child, parent, other):
@@ -283,12 +283,12 @@ def test_one_is_clear_when_workers_have_ended_and_ray_has_noticed(
     monkeypatch.setattr(state, "actor_table", lambda *asked: {})
     monkeypatch.setattr(state, "workers", lambda: [] if next(workers, None) is None else ["left"])
     monkeypatch.setattr(groups, "placement_group_table", dict)
-    monkeypatch.setattr(own_ray, "kill_all", lambda processes: None)
-    monkeypatch.setattr(own_ray, "processes_of", lambda folder: [psutil.Process(one.pid) for one in stubborn])
-    monkeypatch.setattr(own_ray, "_KILLED_S", 0.1)
-    monkeypatch.setattr(own_ray, "_END_S", 30.0 if cleared else 0.3)
-    monkeypatch.setattr(own_ray.OwnRay, "lives", lambda self: True)
-    assert own_ray.OwnRay(tmp_path, REQUEST, 1, frozenset(), lambda: None).clear() is cleared
+    monkeypatch.setattr(local_ray, "kill_all", lambda processes: None)
+    monkeypatch.setattr(local_ray, "processes_of", lambda folder: [psutil.Process(one.pid) for one in stubborn])
+    monkeypatch.setattr(local_ray, "_KILLED_S", 0.1)
+    monkeypatch.setattr(local_ray, "_END_S", 30.0 if cleared else 0.3)
+    monkeypatch.setattr(local_ray.LocalRay, "lives", lambda self: True)
+    assert local_ray.LocalRay(tmp_path, REQUEST, 1, frozenset(), lambda: None).clear() is cleared
     for one in stubborn:
         one.kill()
         one.wait()
@@ -299,7 +299,7 @@ def test_one_lives_while_the_program_is_connected_and_none_of_its_processes_has_
 ) -> None:
     gone = subprocess.Popen(["sleep", "60"])
     base = frozenset({psutil.Process(), psutil.Process(gone.pid)})
-    one = own_ray.OwnRay(tmp_path, REQUEST, 1, base, lambda: None)
+    one = local_ray.LocalRay(tmp_path, REQUEST, 1, base, lambda: None)
     monkeypatch.setattr(ray, "is_initialized", lambda: True)
     assert one.lives()
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
@@ -331,10 +331,10 @@ def test_one_that_a_run_has_failed_in_is_not_kept_nor_one_that_is_too_small(root
 def test_one_that_cannot_be_cleared_is_not_kept_and_the_run_has_ended_well(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(self: own_ray.OwnRay) -> bool:
+    def fails(self: local_ray.LocalRay) -> bool:
         raise RuntimeError("GCS")
 
-    monkeypatch.setattr(own_ray.OwnRay, "clear", fails)
+    monkeypatch.setattr(local_ray.LocalRay, "clear", fails)
     with ray_kept():
         with a_run(root):
             pass
@@ -413,7 +413,7 @@ def test_sigterm_between_two_runs_interrupts() -> None:
 def test_a_ray_that_is_started_begins_its_workers_as_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     node = SimpleNamespace(_ray_params=SimpleNamespace(setup_worker_path=None))
     monkeypatch.setattr(Node, "start_raylet", lambda self: "started")
-    with own_ray.workers_forked():
+    with local_ray.workers_forked():
         assert Node.start_raylet(node) == "started"  # type: ignore[arg-type]
     assert node._ray_params.setup_worker_path == worker_fork.__file__
 
@@ -421,14 +421,14 @@ def test_a_ray_that_is_started_begins_its_workers_as_forks(monkeypatch: pytest.M
 def test_a_server_that_is_importing_is_not_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "slow.py").write_text("import time; time.sleep(600)")
     monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setattr(own_ray, "FIRST", ("slow",))
-    with own_ray.fork_server(tmp_path):
+    monkeypatch.setattr(local_ray, "FIRST", ("slow",))
+    with local_ray.fork_server(tmp_path):
         began = time.monotonic()
     assert time.monotonic() - began < 60
 
 
 def test_a_server_that_cannot_be_started_is_an_error_of_the_run(tmp_path: Path) -> None:
-    with pytest.raises(RunError, match="Ray did not start"), own_ray.fork_server(tmp_path / "gone"):
+    with pytest.raises(RunError, match="Ray did not start"), local_ray.fork_server(tmp_path / "gone"):
         pass
 
 
@@ -468,7 +468,7 @@ def started(monkeypatch: pytest.MonkeyPatch, *script: str) -> tuple[str, float, 
     monkeypatch.setattr(services, "start_ray_process", start_process)
     began = time.monotonic()
     with pytest.raises(RunError) as failed:
-        own_ray.start_ray(60.0, num_cpus=1, include_dashboard=False, object_store_memory=80 * 2**20)
+        local_ray.start_ray(60.0, num_cpus=1, include_dashboard=False, object_store_memory=80 * 2**20)
     assert services.start_ray_process is start_process
     return str(failed.value), time.monotonic() - began, gcs
 
@@ -518,9 +518,9 @@ AGENT = 'import time; print("up", flush=True); time.sleep(600)'
 
 def test_rays_agents_end_with_the_driver(tmp_path: Path) -> None:
     """They do not notice the end of their raylet where the GCS is gone, too."""
-    assert own_ray._with_driver("--node_id=1") == "--node_id=1"
+    assert local_ray._with_driver("--node_id=1") == "--node_id=1"
     for name in ("--dashboard_agent_command", "--runtime_env_agent_command"):
-        argument = own_ray._with_driver(f"{name}={sys.executable} -c '{AGENT}'")
+        argument = local_ray._with_driver(f"{name}={sys.executable} -c '{AGENT}'")
         command = shlex.split(argument.removeprefix(f"{name}="))
         with driver_lifeline(tmp_path / name) as env:
             agent = subprocess.Popen(command, env=os.environ | env, stdout=subprocess.PIPE, start_new_session=True)

@@ -72,7 +72,7 @@ class _RayRequest:
 
 
 @dataclass(frozen=True)
-class OwnRay:
+class LocalRay:
     """A local Ray that this program has started and is connected to."""
 
     folder: Path  # of its session
@@ -133,14 +133,14 @@ class OwnRay:
 
 
 @contextlib.contextmanager
-def own_ray(
+def local_ray(
     settings: ClusterConfig, cpus: int, env: Mapping[str, str], forked: bool, options: Mapping[str, object]
 ) -> Iterator[Path]:
     """Give a run a new or a kept Ray, and yield its session's folder. Errors as for `start_ray`."""
     inherited = {name: value for name, value in os.environ.items() if name != AUTHENTICATION}
     request = _RayRequest(settings, dict(env), forked, inherited, Path.cwd())
     keeper = _keepers[-1] if _keepers else None
-    ray = (keeper.take(request, cpus) if keeper else None) or _start_own(request, cpus, options)
+    ray = (keeper.take(request, cpus) if keeper else None) or _start_local(request, cpus, options)
 
     def keep(error: Exception | None) -> None:
         if keeper is not None and keeper.after(error) and _cleared(ray, keeper.spared()):
@@ -166,7 +166,7 @@ def ray_kept(
 ) -> Iterator[None]:
     """Keep the local Ray after a run for the next run of this program: the next job of a sweep, or the next attempt.
     `after`: tells by the error of a run, None if it has succeeded, whether there is a next one; in an outer block, one
-    of both has to. `spared`: returns the pids of actors that live on, see `OwnRay.clear`. SIGTERM interrupts, as in a
+    of both has to. `spared`: returns the pids of actors that live on, see `LocalRay.clear`. SIGTERM interrupts, as in a
     run.
     """
     if _keepers:
@@ -190,9 +190,9 @@ class _Keeper:
 
     after: Callable[[Exception | None], bool]
     spared: Callable[[], Collection[int]]
-    ray: OwnRay | None = field(default=None)
+    ray: LocalRay | None = field(default=None)
 
-    def take(self, request: _RayRequest, cpus: int) -> OwnRay | None:
+    def take(self, request: _RayRequest, cpus: int) -> LocalRay | None:
         """Return the kept Ray; end it if it does not suit."""
         if self.ray is not None and not self.ray.suits(request, cpus):
             self.end()
@@ -209,7 +209,7 @@ class _Keeper:
 _keepers: list[_Keeper] = []
 
 
-def _cleared(ray: OwnRay, spared: Collection[int]) -> bool:
+def _cleared(ray: LocalRay, spared: Collection[int]) -> bool:
     """Return whether nothing of a run is left in Ray. Errors are logged: the run itself has succeeded."""
     try:
         if in_background(partial(ray.clear, spared), "clear").result(_CLEAR_S):
@@ -222,7 +222,7 @@ def _cleared(ray: OwnRay, spared: Collection[int]) -> bool:
     return False
 
 
-def _start_own(request: _RayRequest, cpus: int, options: Mapping[str, object]) -> OwnRay:
+def _start_local(request: _RayRequest, cpus: int, options: Mapping[str, object]) -> LocalRay:
     settings = request.settings
     # Local workers inherit the driver's environment, which spares Ray a fresh worker pool per runtime environment.
     local = {**request.env, "RAY_USAGE_STATS_ENABLED": "0", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
@@ -251,7 +251,7 @@ def _start_own(request: _RayRequest, cpus: int, options: Mapping[str, object]) -
             )
         stack.callback(shut_down, folder, released)
         base = frozenset(processes_of(folder))
-        return OwnRay(folder, request, cpus, base, stack.pop_all().close)
+        return LocalRay(folder, request, cpus, base, stack.pop_all().close)
 
 
 @contextlib.contextmanager
