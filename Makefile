@@ -1,8 +1,9 @@
-# make install | run | test | test-all | campaign | lint | docs | figures | clean. Needs Python 3.11.5 or later, or 3.12; everything else goes into .venv.
+# make install | run | test | test-all | campaign | restarts | lint | docs | figures | clean. Needs Python 3.11.5 or later, or 3.12; everything else goes into .venv.
 #   make run ARGS="backend=fsdp sync=nccl"        overrides for the run
 #   make test-all PART=2/4                        the second of four parts, each of which takes three quarters of an hour on two cores
 #   make test WORKERS=2                           so many files of tests at a time; else three
 #   make campaign N=20 SEED=1                     that many real kills, resumes and comparisons; half an hour for 60
+#   make restarts N=60 SEED=1                     that many real kills of runs that go on by themselves
 #   make install EXTRAS="vllm s3"                 with these extras of the package, for good; else with vllm, in its build for this machine
 #   make install EXTRAS=                          with none (make clean removes one that is there)
 #   make install TORCH_BACKEND=cpu                fetch torch's CPU build from its own index: the default without a GPU where pip has no place for wheels
@@ -54,7 +55,7 @@ LINT = $(BIN)/ruff check . && $(BIN)/ruff format --check . && $(BIN)/mypy && $(B
 export OMP_NUM_THREADS ?= 1
 export TOKENIZERS_PARALLELISM ?= false
 
-.PHONY: install run test test-all campaign lint docs figures clean
+.PHONY: install run test test-all campaign restarts lint docs figures clean
 
 install: $(STAMP) $(NATIVE)
 
@@ -103,6 +104,9 @@ docs: figures
 
 campaign: $(STAMP)
 	$(BIN)/python -m tests.kills --trials $(N) --seed $(SEED) --parallel 2
+
+restarts: $(STAMP)
+	$(BIN)/python -m tests.kills.restarts --kills $(N) --seed $(SEED) --parallel 2
 
 clean:
 	rm -rf $(VENV) $(NATIVE) .mypy_cache .ruff_cache .import_linter_cache .hypothesis outputs multirun site

@@ -13,6 +13,7 @@ import trinity_sync.cli  # noqa: F401 - first: from then on Ctrl-C is told in on
 import hydra
 from omegaconf import DictConfig
 
+from trinity_sync.host.interrupts import end_program
 from trinity_sync.launch import app
 
 
@@ -23,4 +24,5 @@ def main(cfg: DictConfig) -> float:
 
 
 if __name__ == "__main__":
+    end_program()
     sys.exit(app.run_main(main))

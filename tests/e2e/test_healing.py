@@ -104,19 +104,70 @@ def states_in_memory() -> list[Path]:
     return [*Path("/dev/shm").glob(f"trinity-sync-{os.geteuid()}/states-*")]
 
 
-@pytest.mark.all
-@pytest.mark.parametrize("victim", ["trainer-rank-1", "node-agent", "raylet"])
-def test_a_run_without_a_checkpoint_goes_on_from_its_state_in_memory(
-    folder: Path, of_bytes: Sequence[str], undisturbed: Run, victim: str
-) -> None:
-    started = start(folder, *of_bytes, *IN_MEMORY, small=False)
-    strike(started, victim)
-    run = started.finish()
-    assert_the_same(run, undisturbed, started.process.pid)
+def wait_for_state(started: Started, step: int) -> None:
+    """Until a state of the step or a later one is in memory."""
+    ends = time.monotonic() + LIMIT_S
+    while not any(step_of(path) >= step for folder in states_in_memory() for path in folder.glob("*/global_step_*")):
+        assert started.process.poll() is None
+        assert time.monotonic() < ends
+        time.sleep(0.01)
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.removeprefix("global_step_"))
+
+
+def assert_goes_on_from_memory(run: Run) -> None:
     (heal,) = run.events("heal")
-    assert heal["resumed_from"] >= STRUCK_AT - 4
+    assert heal["resumed_from"] >= STRUCK_AT
     assert f"the state of step {heal['resumed_from']} was in memory" in " ".join(run.output.split())
     assert [event["step"] for event in run.events("commit") if event["kind"] == "full"] == [STEPS]
+    assert states_in_memory() == []
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("backend", ["bytes", "fsdp2", "megatron"])
+@pytest.mark.parametrize("victim", ["trainer-rank-1", "node-agent"])
+def test_a_run_without_a_checkpoint_goes_on_from_its_state_in_memory(
+    folder: Path, of_bytes: Sequence[str], victim: str, backend: str
+) -> None:
+    settings = of_bytes if backend == "bytes" else (*LENGTH, f"backend={backend}", "backend.ranks=2")
+    undisturbed = launch(folder.with_name("undisturbed"), *settings, *IN_MEMORY[:1], small=False)
+    started = start(folder, *settings, *IN_MEMORY, small=False)
+    wait_for_state(started, STRUCK_AT)
+    os.kill(started.pid_of(victim), signal.SIGKILL)
+    assert_the_same(run := started.finish(), undisturbed, started.process.pid)
+    assert_goes_on_from_memory(run)
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("victim", ["driver", "raylet"])
+def test_a_supervised_run_goes_on_from_the_state_of_a_killed_driver_or_ray(
+    folder: Path, of_bytes: Sequence[str], undisturbed: Run, victim: str
+) -> None:
+    started = start(folder, "--supervise", *of_bytes, *IN_MEMORY, small=False)
+    wait_for_state(started, STRUCK_AT)
+    driver = psutil.Process(driver_of(started))
+    struck = driver if victim == "driver" else next(one for one in driver.children() if one.name() == "raylet")
+    struck.kill()
+    assert_the_same(run := started.finish(), undisturbed, driver.pid)
+    assert_goes_on_from_memory(run)
+
+
+@pytest.mark.all
+def test_a_refused_resume_leaves_the_state_of_a_killed_driver_to_the_next_one(
+    folder: Path, of_bytes: Sequence[str], undisturbed: Run
+) -> None:
+    started = start(folder, *of_bytes, *IN_MEMORY, small=False)
+    wait_for_state(started, STRUCK_AT)
+    started.process.kill()
+    started.finish()
+    refused = resume(folder, "trainer.steps=2")
+    assert refused.code == 2, refused.output
+    run = resume(folder)
+    assert run.code == 0, run.output
+    assert run.record["attempts"][-1]["resumed_from"] >= STRUCK_AT
+    assert run.digests == undisturbed.digests
     assert states_in_memory() == []
 
 

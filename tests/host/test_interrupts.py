@@ -46,6 +46,22 @@ def test_a_signal_interrupts_and_handlers_are_as_before(signum: int) -> None:
     interrupts.check()
 
 
+@pytest.mark.parametrize("first", ["interrupts", "asks for a last save"])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_while_an_interrupted_program_ends_leaves_its_exit_code(signum: int, first: str) -> None:
+    saves = "finishing_steps(threading.Event())" if first == "asks for a last save" else "contextlib.nullcontext()"
+    program = (
+        "import atexit, contextlib, os, signal, sys, threading\n"
+        "from trinity_sync.host.interrupts import end_program, finishing_steps, interruptible\n"
+        f"atexit.register(os.kill, os.getpid(), {signum})\n"
+        "end_program()\n"
+        f"with contextlib.suppress(KeyboardInterrupt), interruptible(), {saves}:\n"
+        "    signal.raise_signal(signal.SIGTERM)\n"
+        "sys.exit(130)\n"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 130
+
+
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGHUP])
 def test_the_first_sigterm_may_ask_for_a_last_save(signum: int, clock: Clock) -> None:
     stop = threading.Event()

@@ -68,7 +68,9 @@ def begin(slots: StateSlots, folder: Path, coordinator: Coordinator) -> bytes:
     map_segment(path, LENGTH, writable=True)[:] = state
     (folder / "model.pt").write_bytes(b"head" + bytes(LENGTH) + b"tail")
     slots.take(
-        StatePart(part=PART, step=7, folder=str(folder), files=[("model.pt", [(4, 0, LENGTH)])]), coordinator, True
+        StatePart(part=PART, step=7, folder=str(folder), files=[("model.pt", [(4, 0, LENGTH)])]),
+        coordinator,
+        durable=True,
     )
     return b"head" + state + b"tail"
 

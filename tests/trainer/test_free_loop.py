@@ -58,6 +58,7 @@ class World:
         self.lines: list[dict[str, Any]] = []
         self.validations: Any = None
         self.late: dict[int, Any] = {}
+        self.room_for_states = True
 
     # the ranks
     def all(self, ask: Callable[[RankClient], Any], timeout_s: float) -> Any:
@@ -153,9 +154,14 @@ class World:
         self.happened.append("close")
 
     # saves and log
-    def begin(self, step: int, digest: str, metrics: dict[str, float], *, state: Any, late: Any) -> None:
-        self.happened.append(("save", step, digest, state["data"]))
+    def begin(
+        self, step: int, digest: str, metrics: dict[str, float], *, state: Any, late: Any, in_memory: bool
+    ) -> None:
+        self.happened.append(("keep" if in_memory else "save", step, digest, state["data"]))
         self.late[step] = late
+
+    def keeps(self) -> bool:
+        return self.room_for_states
 
     def poll(self) -> None:
         pass
@@ -215,6 +221,18 @@ def test_the_trainer_goes_on_while_a_version_is_on_its_way_and_leaves_the_next_o
     assert world.times("skip") == [2, 3, 4]
     assert world.published_steps == [0, 1, 5]
     assert world.happened.index(("train", 5)) < world.happened.index(("publish", 1))
+
+
+def test_states_in_memory_are_those_of_published_versions_and_make_none() -> None:
+    world = World(slots_taken=frozenset({2}))
+    world.loop(steps=5, memory_interval=1, max_staleness=2).run()
+    assert world.published_steps == [0, 1, 3, 4, 5]
+    assert world.times("keep") == [1, 3, 4]
+    assert world.times("save") == [5]
+    world = World()
+    world.room_for_states = False
+    world.loop(memory_interval=1).run()
+    assert world.times("keep") == []
 
 
 def test_samples_of_the_steps_that_are_due_are_written_out() -> None:

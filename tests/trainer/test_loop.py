@@ -17,7 +17,7 @@ from trinity_sync.trainer.steps import LoopSettings, StagedVersion
 class Ran:
     """What four steps did, with a save every second step and a validation of each version that is due."""
 
-    def __init__(self, *, explores: bool, first: int = 1) -> None:
+    def __init__(self, *, explores: bool, first: int = 1, memory_interval: int = 0, keeps: bool = True) -> None:
         limits: dict[str, Any] = {"sync_timeout_s": 1.0, "step_timeout_s": 1.0}
         settings = LoopSettings(
             **limits,
@@ -28,11 +28,13 @@ class Ran:
             sync_interval=1,
             max_staleness=0,
             save_interval=2,
+            memory_interval=memory_interval,
             explores=explores,
         )
         self.staged: list[int] = []
         self.steps, self.mode, self.saves, self.validator = (MagicMock() for _ in range(4))
         self.steps.settings = settings
+        self.saves.keeps.return_value = keeps
         self.steps.stage.side_effect = self._stage
         self.steps.train.return_value = (None, {"loss": 0.5})
         self.steps.measure.return_value = self.steps.staleness.return_value = {}
@@ -56,6 +58,15 @@ def test_without_explorers_no_version_is_published_and_only_those_that_are_saved
     assert ran.staged == [2, 4]
     assert [call.args[0].step for call in ran.steps.discard.call_args_list] == [2, 4]
     ran.mode.publish.assert_not_called()
+
+
+@pytest.mark.parametrize(("keeps", "kept"), [(True, [1, 3]), (False, [])])
+def test_a_state_is_kept_in_memory_where_no_checkpoint_is_saved_or_under_way(keeps: bool, kept: list[int]) -> None:
+    ran = Ran(explores=False, memory_interval=1, keeps=keeps)
+    calls = ran.saves.begin.call_args_list
+    assert [call.args[0] for call in calls if call.kwargs["in_memory"]] == kept
+    assert [call.args[0] for call in calls if not call.kwargs["in_memory"]] == [2, 4]
+    assert ran.staged == sorted([*kept, 2, 4])
 
 
 @pytest.mark.parametrize("first", [1, 3])

@@ -31,7 +31,7 @@ from trinity_sync.protocol.parts import FULL, STATE_DICT
 from trinity_sync.protocol.versions import Version
 from trinity_sync.tracking.events import Event, event_fields, event_name
 from trinity_sync.trainer import full_saves as module
-from trinity_sync.trainer.full_saves import FullSaves, SaveSettings, WeightSaves
+from trinity_sync.trainer.full_saves import FullSaves, SaveSettings, WeightSaves, driver_state
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.shard_file import write_shard_file
 from trinity_sync.weights.shards import whole
@@ -175,6 +175,59 @@ def run(shared: tuple[Any, Path]) -> Run:
 def step() -> int:
     """One that no test has used."""
     return next(_steps)
+
+
+# ---- states in memory
+
+
+@pytest.fixture
+def states(run: Run, start: Callable[..., tuple[Any, Path]]) -> Run:
+    """The saves of `run`'s states, as those of a run of their own."""
+    states = Run(*start(policies={"keep_last": {"n": 1}}))
+    settings, client = states.saves._settings, MonitorClient(states._monitor)
+    states.saves = FullSaves(client, states.group, settings, run.log, records=False)  # type: ignore[arg-type]
+    run.saves._memory = states.saves
+    return states
+
+
+def test_a_state_in_memory_is_committed_and_is_not_on_record(run: Run, states: Run, step: int) -> None:
+    assert run.saves.keeps()
+    run.saves.begin(step, "d1", {}, state={"data": {"next": [7, 0]}}, in_memory=True)
+    assert not run.saves.keeps()
+    run.saves.poll()
+    states.saves.finish()
+    assert catalog.verify(folder := states.root / f"global_step_{step}").ok
+    assert driver_state(folder, "data") == {"next": [7, 0]}
+    assert run.saves.keeps()
+    assert (run.log.begun, run.log.events, run.committed, run.log.faults) == ([], [], [], [])
+    assert not (run.root / folder.name).exists()
+
+
+def test_no_state_is_kept_while_a_checkpoint_is_saved(run: Run, states: Run, step: int) -> None:
+    run.group.may_write.clear()
+    run.saves.begin(step, "d1", {})
+    assert not run.saves.keeps()
+    run.group.may_write.set()
+    run.saves.finish()
+    assert run.saves.keeps()
+
+
+def test_a_state_that_fails_is_a_fault_and_no_failed_checkpoint(run: Run, states: Run, step: int) -> None:
+    states.group.broken = {RANKS[0]}
+    run.saves.begin(step, "d1", {}, in_memory=True)
+    run.saves.poll()
+    with pytest.raises(RunError):
+        states.saves.finish()
+    run.saves.finish()
+    assert [where for where, _ in run.log.faults] == [f"state in memory of step {step}"]
+
+
+def test_a_run_that_ends_early_waits_for_its_state_in_memory(run: Run, states: Run, step: int) -> None:
+    states.group.may_write.clear()
+    run.saves.begin(step, "d1", {}, in_memory=True)
+    threading.Timer(0.3, states.group.may_write.set).start()
+    run.saves.settle(LIMIT)
+    assert catalog.verify(states.root / f"global_step_{step}").ok
 
 
 # ---- full checkpoints

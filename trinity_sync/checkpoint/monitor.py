@@ -89,6 +89,7 @@ class MonitorConfig:
     fsync: bool = True  # whether commits are durable
     mirror: MirrorSettings = field(default_factory=MirrorSettings)  # of the copies to `default_hdfs_dir`
     log_dir: str | None = None  # folder of the actor's log; None: Ray's own logs
+    log_name: str = ACTOR_NAME
     # Places in a step's folder that a full checkpoint has to have, for savers with several engines (``actor``,
     # ``critic``), which announce themselves. Empty: the announced parts are enough.
     roles: Sequence[str] = ()
@@ -185,7 +186,7 @@ class CheckpointMonitor:
     ) -> None:
         host = host or _ray_host()
         self._config = config = config or MonitorConfig()
-        own_log(config.log_dir, ACTOR_NAME)
+        own_log(config.log_dir, config.log_name)
         self._clock = clock
         self._strategy = save_strategy
         self._host = host

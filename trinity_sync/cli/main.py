@@ -17,6 +17,7 @@ from trinity_sync import __version__
 from trinity_sync.cli import listing, reproduce, runs, verl_commands
 from trinity_sync.errors import ConfigError, TrinityError
 from trinity_sync.host.hardware import own_modules_found
+from trinity_sync.host.interrupts import end_program
 from trinity_sync.host.terminal import output_lost, safe_streams
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit code: 0 done, 1 the run or the check failed, 2 the user's input is wrong, 130
     interrupted.
     """
+    if arguments is None:
+        end_program()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     code = _main(arguments)
     lost = arguments[:1] not in ([name] for name in _RUNS) and output_lost()

@@ -35,6 +35,7 @@ _wake: int | None = None
 """The pipe of the innermost block for the numbers of signals. An event loop may have a pipe of its own."""
 _shields = 0
 _left = 0
+_ends = False
 _deadline = math.inf
 """The latest end of the run; by `time.monotonic`."""
 _last_words: list[Callable[[], object]] = []
@@ -60,6 +61,14 @@ def ending_signals() -> list[signal.Signals]:
     return [signum for signum in ENDING if signum != signal.SIGHUP or signal.getsignal(signum) != signal.SIG_IGN]
 
 
+def end_program() -> None:
+    """Note that this program ends with its outermost `interruptible` block. Once that was interrupted, further signals
+    are ignored: they would kill Python while it ends, and another exit code would be seen.
+    """
+    global _ends
+    _ends = True
+
+
 @contextlib.contextmanager
 def interruptible(*, sigterm_saves: bool = True, limit_s: float = 30.0) -> Iterator[None]:
     """Let SIGTERM, and SIGHUP where it is not ignored (nohup), end the block as Ctrl-C does.
@@ -73,7 +82,7 @@ def interruptible(*, sigterm_saves: bool = True, limit_s: float = 30.0) -> Itera
         yield
         return
 
-    first, raised = math.inf, -math.inf
+    first, raised, ends = math.inf, -math.inf, _ends and not _replaced
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
         nonlocal first, raised
@@ -105,7 +114,10 @@ def interruptible(*, sigterm_saves: bool = True, limit_s: float = 30.0) -> Itera
     ending = ending_signals()
     saving = {*handled, *(set(ending) - {signal.SIGINT} if sigterm_saves else ())}
     try:
-        with handling((*ending, *handled), interrupt), _ended_in_time(frozenset(ending), limit_s, give_step_up):
+        with (
+            handling((*ending, *handled), interrupt, last=lambda: ends and first != math.inf),
+            _ended_in_time(frozenset(ending), limit_s, give_step_up),
+        ):
             yield
     finally:
         _seen.clear()
@@ -114,16 +126,19 @@ def interruptible(*, sigterm_saves: bool = True, limit_s: float = 30.0) -> Itera
 
 
 @contextlib.contextmanager
-def handling(signums: Collection[int], handler: _Handler) -> Iterator[None]:
-    """Handle signals so within the block, but not in forks of this process."""
+def handling(
+    signums: Collection[int], handler: _Handler, *, last: Callable[[], bool] = lambda: False
+) -> Iterator[None]:
+    """Handle signals so within the block, but not in forks of this process. `last`: whether they are ignored then."""
     before = {signum: signal.signal(signum, handler) for signum in signums}
     _replaced.append((handler, before))
     try:
         yield
     finally:
         _replaced.pop()
+        ignored = ENDING if last() else ()
         for signum, replaced in before.items():
-            signal.signal(signum, replaced)
+            signal.signal(signum, signal.SIG_IGN if signum in ignored else replaced)
 
 
 @contextlib.contextmanager

@@ -173,7 +173,7 @@ class Actors:
         self._roles["synchronizer"] = lambda: [self.synchronizer]
         self.monitor = self._make_monitor()
         self.memory_monitor = self._make_memory_monitor()
-        self._roles["checkpoint_monitor"] = lambda: [self.monitor]
+        self._roles["checkpoint_monitor"] = lambda: [one for one in (self.monitor, self.memory_monitor) if one]
         if self.explores:
             self.pool = pool = self._make_pool()
             self._roles["explorer"] = lambda: pool.clients.values()
@@ -368,6 +368,7 @@ class Actors:
                 fsync=False,
                 timeout_s=cfg.checkpoint.timeout_s,
                 log_dir=self._logs,
+                log_name="state_monitor",
                 owner=states.owner,
             ),
             own=own,

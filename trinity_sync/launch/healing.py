@@ -21,7 +21,7 @@ from trinity_sync.host.origin import origin
 from trinity_sync.launch import supervision
 from trinity_sync.launch.kept_explorers import KeptExplorers
 from trinity_sync.launch.local_ray import ray_kept
-from trinity_sync.launch.memory_states import memory_folder
+from trinity_sync.launch.memory_states import memory_states
 from trinity_sync.launch.start import Resume, Start, checkpoint_folder, committed_steps
 from trinity_sync.launch.supervision import SupervisedDriver
 from trinity_sync.tracking.events import HealEvent
@@ -51,7 +51,7 @@ class AttemptProgress:
         """Read it from the record of the run."""
         lines = read_last(run_dir / "metrics.jsonl", 1)
         steps = [step for line in lines if (step := metrics_step(line)) is not None]
-        committed = max(committed_steps(run_dir / "events.jsonl", checkpoints), default=0)
+        committed = max([began, *committed_steps(run_dir / "events.jsonl", checkpoints)])  # a state has no commit
         return cls(attempt=attempt, began=began, step=max([began, *steps]), committed=committed, last=last)
 
 
@@ -265,7 +265,7 @@ def run(
     try:
         resume = healing.after_deaths(config, run_dir, resume)
         with (
-            memory_folder(config.settings, run_dir) as memory,
+            memory_states(config.settings, run_dir) as states,
             ray_kept(after=healing.heals, spared=healing.kept.pids),
             contextlib.closing(healing.kept),
         ):
@@ -279,7 +279,7 @@ def run(
                             until=until,
                             settings=saving,
                             healing=healing,
-                            memory=memory,
+                            states=states,
                         )
                 except Exception as error:
                     if not healing.heals(error):

@@ -55,4 +55,6 @@ def _connection() -> str | None:
     """Return what tells this program's connection to Ray from a later one; None: there is none."""
     import ray
 
-    return str(ray.get_runtime_context().get_worker_id()) if ray.is_initialized() else None
+    context = ray.get_runtime_context() if ray.is_initialized() else None
+    # the first connection to any Ray has the same worker id
+    return None if context is None else f"{context.get_node_id()} {context.get_worker_id()}"

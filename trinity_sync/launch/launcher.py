@@ -94,11 +94,11 @@ def run(
     job: type[Job] | None = None,
     settings: Callable[[RunConfig], AbstractContextManager[None]] | None = None,
     healing: Healer | None = None,
-    memory: Path | None = None,
+    states: MemoryStates | None = None,
 ) -> int:
     """Do one attempt of a run, from start to end. `settings`: saves the settings that it is called with. `healing`:
-    decides whether another attempt follows a failure, in this process. `memory`: folder of the states in memory.
-    Returns the exit code: 0 done, 130 interrupted.
+    decides whether another attempt follows a failure, in this process. `states`: those in memory. Returns the exit
+    code: 0 done, 130 interrupted.
     """
     cfg = config.settings
     threads = _threads()
@@ -122,6 +122,8 @@ def run(
         check_place()
         owner = Owner.new(run_id(folder.run_json), folder.path)
         write_mark(checkpoints, owner)
+        if states is not None:
+            states.owner = owner
         marks = stack.enter_context(contextlib.ExitStack())
         if resume is None:
             marks.callback(_take_back, folder, (checkpoints / MARK).unlink)
@@ -131,7 +133,6 @@ def run(
         for place in (mirror, store):
             if resume is None and place is not None:
                 marks.callback(_take_back, folder, place.unmark)
-        states = None if memory is None else MemoryStates(memory, owner)
         start = Start.find(
             cfg,
             checkpoints,
@@ -142,8 +143,6 @@ def run(
             recorded=recorded,
             states=states,
         )
-        if states is not None:
-            stack.enter_context(states.begun())
         if store is not None:
             store.check(checkpoints, recorded, required=resume is None)
         last_step = min(cfg.trainer.steps, max(until or cfg.trainer.steps, start.step + 1))
@@ -156,6 +155,8 @@ def run(
             with recorder, deaths_told(recorder.fault), saving if resume else contextlib.nullcontext():
                 if healing is not None:
                     healing.begun(folder.path, recorder.attempt)
+                if states is not None:
+                    stack.enter_context(states.attempt(recorder.attempt))
                 if scanned.counts is not None:
                     recorder.event(RowsEvent(**scanned.counts._asdict()))
                 prepared = Preparation(
@@ -181,6 +182,8 @@ def run(
         except Exception as error:
             if healing is not None and healing.heals(error):
                 folder.pass_on()
+            elif states is not None:
+                states.rescue(checkpoints)
             raise
     return 0
 

@@ -226,7 +226,7 @@ def _gib(size: float) -> str:
 
 _TIGHT = 1.25
 _MOST_SAVES = 200
-_STATES = 3
+_STATES = 2
 
 
 def check_room(cfg: Config, run_dir: Path, checkpoints: Path, start: int = 0) -> Iterator[str]:
@@ -240,24 +240,25 @@ def check_room(cfg: Config, run_dir: Path, checkpoints: Path, start: int = 0) ->
     if not count or folder is None or "text_config" in read_fields(folder):  # a part of these is not trained
         return
     slots, shared, disk = cfg.sync.slots * count * _BYTES[cfg.sync.wire_dtype], _free(cfg.sync.shm_dir), _free(run_dir)
-    if slots > shared:  # perhaps by the slots of killed runs, which the start would remove as well
+    size = 3 * count * _BYTES[getattr(cfg.backend, "master_dtype", "fp32")]  # weights and two averages of Adam
+    states = _STATES * size if cfg.checkpoint.memory_interval else 0
+    if slots + states > shared:  # perhaps by what killed runs have left, which the start would remove as well
         with contextlib.suppress(TrinityError, OSError):
-            remove_stale(cfg.sync.shm_dir)
+            remove_stale(cfg.sync.shm_dir, spared_s=0)
         shared = _free(cfg.sync.shm_dir)
+    if states > shared:
+        raise ConfigError(
+            f"checkpoint.memory_interval: {cfg.sync.shm_dir} (sync.shm_dir) has {_gib(shared)} for {_STATES} states of "
+            f"at least {_gib(size)} (the newest, and the next one); set 0, or give the machine more shared memory"
+        )
+    shared -= states
     if algorithm_of(cfg.algorithm).explores and slots > shared:
         text = f"sync.slots={cfg.sync.slots} need {_gib(slots)}, {cfg.sync.shm_dir} (sync.shm_dir) has {_gib(shared)}"
         if slots > disk:
             raise ConfigError(f"{text}, the run's folder {_gib(disk)}; make room, or lower sync.slots (at least 2)")
         yield f"{text}: they will be files in the run's folder, which is slower; a container gets more by --shm-size"
-    size = 3 * count * _BYTES[getattr(cfg.backend, "master_dtype", "fp32")]  # weights and two averages of Adam
     interval, steps = cfg.checkpoint.interval or cfg.trainer.steps, cfg.trainer.steps
     saves = sorted({*range(start - start % interval + interval, steps + 1, interval)[:_MOST_SAVES], steps})
-    if cfg.checkpoint.memory_interval and _STATES * size > shared:
-        text = f"{_STATES} states of at least {_gib(size)} (one to save from, one that is kept, one that is written)"
-        raise ConfigError(
-            f"checkpoint.memory_interval: {cfg.sync.shm_dir} (sync.shm_dir) has {_gib(shared)} for {text}; set 0, or "
-            "give the machine more shared memory"
-        )
     number, free = most_at_once(retention_policies(cfg), saves, size), _free(checkpoints)
     if (first := min(number, 2)) * size > free:
         raise ConfigError(f"{_lack(first, size, checkpoints, free)} free; name another place")

@@ -1,75 +1,130 @@
 """The states of a run in shared memory (`checkpoint.memory_interval`), from which it heals without an older checkpoint.
 
-They lie in a folder that is laid out as the checkpoint folder, and has a monitor of its own, so they are saved, checked
-and read as checkpoints are. The folder belongs to the program, and outlives the attempts of its run. The next attempt
-copies the newest state to the checkpoint folder, as it does with a checkpoint at a mirror.
+Each attempt writes to a folder of its own, which is laid out as the checkpoint folder and has a monitor, so states are
+saved, checked and read as checkpoints are. The next attempt copies the newest state to the checkpoint folder, as it
+does with a checkpoint at a mirror.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import shutil
+import socket
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+from trinity_sync.checkpoint.folder import catalog
 from trinity_sync.checkpoint.folder.catalog import CheckpointInfo
 from trinity_sync.checkpoint.folder.lock import has_no_monitor, locked
-from trinity_sync.checkpoint.folder.owner import Owner, write_mark
+from trinity_sync.checkpoint.folder.owner import Owner, read_mark, write_mark
 from trinity_sync.checkpoint.mirror.run_mirror import MirrorSettings, RunMirror
 from trinity_sync.config import Config
-from trinity_sync.errors import TrinityError
+from trinity_sync.errors import ConfigError, RunError, TrinityError, WaitTimeout
 from trinity_sync.host.interrupts import wait_until
-from trinity_sync.weights.slots import kept_folder
+from trinity_sync.weights.slots import KeptFolder, SegmentError, kept_folder
 
 KEY = "checkpoint.memory_interval"
 _MONITOR_S, _REST_S = 10.0, 1.0
+_ATTEMPT = "attempt-"
 
 
-@dataclass(frozen=True)
 class MemoryStates:
-    """The folder of the states; `owner` is the run."""
+    """The states of a run, over the attempts of a program.
 
-    root: Path
-    owner: Owner
+    Attributes:
+        owner: the run.
+        begun: an attempt of this program has begun. Until then the states are those of a driver that was killed.
+        root: the folder of the attempt under way.
+    """
+
+    def __init__(self, kept: KeptFolder) -> None:
+        self._kept = kept
+        self.owner: Owner | None = None
+        self.begun = False
+        self.root = kept.path
 
     def bring(self, checkpoints: Path, newest: CheckpointInfo | None) -> int | None:
         """Copy the newest state to the checkpoint folder if it is newer than the newest checkpoint there; return its
-        step. A state that cannot be read is told and left out.
+        step. A state that is damaged, or of another run, is told and left out. Raises RunError: it is sound and cannot
+        be copied; it stays.
         """
-        settings = MirrorSettings(key=KEY, tries=1)
-        place = RunMirror(str(self.root), settings, self.owner)
-        try:
+        for root in self._folders():
             # a monitor of the attempt before may still commit
-            wait_until(partial(has_no_monitor, self.root), _MONITOR_S, _REST_S)
-            step = place.fetch_newer(checkpoints, newest)
+            wait_until(partial(has_no_monitor, root), _MONITOR_S, _REST_S)
+            mark = read_mark(root)
+            if self.owner is None or mark is None or mark.run != self.owner.run:
+                named = "none" if mark is None else f"{mark.run}, {mark}"
+                print(f"the states in {root} are not used: their run is {named}", file=sys.stderr)
+            elif (step := _bring(root, checkpoints, newest, self.owner)) is not None:
+                print(f"the state of step {step} was in memory ({KEY})", file=sys.stderr)
+                return step
+        return None
+
+    def rescue(self, checkpoints: Path) -> None:
+        """Bring the newest state of a run that ends by an error. It stays in memory if that fails."""
+        try:
+            self.bring(checkpoints, catalog.newest_good(checkpoints))
         except (TrinityError, OSError) as error:
-            print(f"the states in memory cannot be used: {error}", file=sys.stderr)
-            return None
-        if step is not None:
-            print(f"the state of step {step} was in memory ({KEY})", file=sys.stderr)
-        return step
+            self._kept.stays = True
+            print(f"{error}; `trinity-sync resume` tries it again", file=sys.stderr)
 
     @contextmanager
-    def begun(self) -> Iterator[None]:
-        """Empty the folder and let an attempt write there."""
-        for left in self.root.iterdir():
-            if left.is_dir():
-                shutil.rmtree(left, ignore_errors=True)
+    def attempt(self, number: int) -> Iterator[None]:
+        """Give an attempt its folder, and delete those of the attempts before."""
+        assert self.owner is not None, "the launcher has set it"
+        for folder in self._folders():
+            shutil.rmtree(folder, ignore_errors=True)
+        self.root = self._kept.path / f"{_ATTEMPT}{number}"
+        self.root.mkdir(exist_ok=True)
+        self.begun, self._kept.stays = True, False
         with locked(self.root, Path(self.owner.folder)):
             write_mark(self.root, self.owner)
             yield
 
+    def _folders(self) -> list[Path]:
+        """Return those of all attempts, the newest first."""
+        found = [path for path in self._kept.path.glob(f"{_ATTEMPT}*") if path.is_dir()]
+        return sorted(found, key=lambda path: int(path.name.removeprefix(_ATTEMPT)), reverse=True)
+
+
+def _bring(root: Path, checkpoints: Path, newest: CheckpointInfo | None, owner: Owner) -> int | None:
+    told: list[str] = []
+    place = RunMirror(str(root), MirrorSettings(key=KEY, tries=2), owner, say=told.append)
+    try:
+        step = place.fetch_newer(checkpoints, newest)
+        cause = "; ".join(told)
+    except (TrinityError, OSError) as error:
+        step, cause = None, str(error)
+    sound = catalog.newest_good(root) if step is None else None
+    if sound is not None and (newest is None or (sound.attempt or 0, sound.step) > (newest.attempt or 0, newest.step)):
+        raise RunError(
+            f"the state of step {sound.step} is in memory and cannot be copied to {checkpoints}: {cause}. It stays "
+            f"there; {KEY}=0 goes on without it"
+        )
+    for text in told if step is None else ():
+        print(f"the states in memory: {text}", file=sys.stderr)
+    return step
+
 
 @contextmanager
-def memory_folder(cfg: Config, run: Path) -> Iterator[Path | None]:
-    """Make the folder of a run's states for the block, or take that of a killed driver; None: the run has none."""
-    if not cfg.checkpoint.memory_interval:
-        yield None
-        return
-    name = f"states-{hashlib.sha256(str(run.resolve()).encode()).hexdigest()[:16]}"
-    with kept_folder(cfg.sync.shm_dir, name) as folder:
-        yield folder
+def memory_states(cfg: Config, run: Path) -> Iterator[MemoryStates | None]:
+    """Keep a folder for a run's states during the block, or take that of a killed driver; None: the run has none, or
+    there is no shared memory, which is told. The folder stays if no attempt has begun in it. Raises ConfigError:
+    another program uses it.
+    """
+    with contextlib.ExitStack() as stack:
+        states = None
+        if cfg.checkpoint.memory_interval:
+            key = f"{socket.gethostname()} {run.resolve()}"  # containers may share the memory and have the same paths
+            name = f"states-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+            try:
+                states = MemoryStates(stack.enter_context(kept_folder(Path(cfg.sync.shm_dir).absolute(), name)))
+            except SegmentError as error:
+                raise ConfigError(f"{KEY}: {error}") from error
+            except (OSError, WaitTimeout) as error:
+                print(f"no state is kept in memory ({KEY}): {error}", file=sys.stderr)
+        yield states

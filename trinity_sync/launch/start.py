@@ -97,11 +97,13 @@ class Start:
         if not resume.from_scratch:
             with _advised():
                 found = _newest(checkpoints, mirror, resume, committed, recorded)
-            if states is not None and states.bring(checkpoints, found):
-                found = resume_point.find(checkpoints, skip_unreadable=resume.skip_unreadable)
-            step = found.step if found is not None else 0
         elif mirror is not None:
             mirror.check(checkpoints, recorded)
+        # from scratch: the attempts of this program have begun again, and go on from their own states
+        if states is not None and (states.begun or not resume.from_scratch) and states.bring(checkpoints, found):
+            with _advised():
+                found = resume_point.find(checkpoints, skip_unreadable=resume.skip_unreadable)
+        step = found.step if found is not None else 0
         with _as_config_error():
             resume_point.check_start(checkpoints, step)
         if found is None:

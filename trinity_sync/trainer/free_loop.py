@@ -153,11 +153,12 @@ class FreeLoop:
             advantages, metrics = self._steps.train(step, batch, self._source.advantages)
         publish, stops = settings.publishes(step), self._stop is not None and self._stop.is_set()
         save = stops or settings.saves(step)
-        keep = not save and settings.keeps(step)
-        if publish or save or keep:
+        if publish or save:
             with timing.of("stage"):
                 validates = self._validator is not None and self._validator.due(step)
-                self._begin_version(step, needed=save or keep or validates or not self._can_do_without(step))
+                self._begin_version(step, needed=save or validates or not self._can_do_without(step))
+        # a state in memory makes no version of its own
+        keep = not save and settings.keeps(step) and self._newest == step and self._saves.keeps()
         if save or keep:
             with timing.of("save"):
                 self._save(step, {**metrics, **measured}, in_memory=keep)

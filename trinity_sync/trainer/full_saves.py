@@ -131,14 +131,13 @@ class FullSaves:
         """Start a full checkpoint of the state after `step`. All ranks are between steps. Its commit comes after the
         next call of `poll`. `state`: the driver's state for a resume: under ``data`` the position in the data
         (`samples.position.Position`), under ``algorithm`` the algorithm's state; empty ones are not written.
-        `in_memory`: the state is kept in memory; it is left out while another save is under way, for which the ranks
-        would have to wait.
+        `in_memory`: see `keeps`.
         """
-        self.poll()
         if in_memory:
-            if self._memory is not None and not self._pending and not self._memory._pending:
-                self._memory.begin(step, digest, metrics, published=published, state=state, late=late)
+            assert self._memory is not None, "the run keeps states in memory"
+            self._memory.begin(step, digest, metrics, published=published, state=state, late=late)
             return
+        self.poll()
         if self._records:
             self._log.saving(step)
         try:
@@ -146,6 +145,10 @@ class FullSaves:
         except _SaveError as failure:
             self._monitor.fail_step(step, str(failure), attempt=self._settings.attempt)
             self._fail(step, self._first_failure(step) or failure)
+
+    def keeps(self) -> bool:
+        """Return whether a state can be kept in memory now: no save is under way, for which the ranks would wait."""
+        return self._memory is not None and not self._pending and not self._memory._pending
 
     def _begin(
         self,
@@ -231,14 +234,11 @@ class FullSaves:
         """Let the monitor commit the save of the last step, whose metrics are on disk by now, and record the saves that
         ended. Called after each step; does not wait.
         """
+        self._report()
+        while done := next(iter(ended(self._pending)), None):
+            self._collect(done)
         if self._memory is not None:
             self._memory.poll()
-        self._report()
-        while self._pending:
-            done = next(iter(ended(self._pending)), None)
-            if done is None:
-                return
-            self._collect(done)
 
     def finish(self) -> None:
         """Wait for all saves and for the background work of the ranks."""
@@ -252,12 +252,14 @@ class FullSaves:
 
     def settle(self, seconds: float) -> None:
         """Give the running saves of a run that ends early so many seconds to commit, and record the results."""
+        kinds = [self, *([] if self._memory is None else [self._memory])]
         try:
-            self._report(seconds, at_once=True)
+            for saves in kinds:
+                saves._report(seconds, at_once=True)
         finally:
-            if self._pending:
+            if pending := [call for saves in kinds for call in saves._pending]:
                 self._trainer.begin(RankClient.finish_saves)  # lets the living ranks hurry
-                ended(self._pending, left(seconds, REST_S))
+                ended(pending, left(seconds, REST_S))
             self.poll()
 
     def _collect(self, call: PendingCall[CommitReport], timeout_s: float = 1.0) -> None:
@@ -290,7 +292,8 @@ class FullSaves:
     def _fail(self, step: int, error: TrinityError) -> None:
         # the wait for the commit and the report of the driver's part may both raise it
         if step not in self._failed:
-            self._log.fault(f"save of step {step}", error)
+            what = "save" if self._records else "state in memory"
+            self._log.fault(f"{what} of step {step}", error)
             self._failed[step] = error
 
     def _blocked(self, save: _OpenSave) -> float:

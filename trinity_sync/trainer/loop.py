@@ -136,7 +136,7 @@ class TrainingLoop:
         publish = due and settings.explores
         stops = self._stop is not None and self._stop.is_set()
         save = stops or settings.saves(step)
-        keep = not save and settings.keeps(step)
+        keep = not save and settings.keeps(step) and self._saves.keeps()
         if publish or save or keep:
             version = Version(settings.attempt, step)
             with timing.of("stage"):

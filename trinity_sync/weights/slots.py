@@ -5,7 +5,8 @@
     <root>/trinity-sync-<uid>/<run key>/owner.lock              flocked by the owner for as long as it lives
     <root>/trinity-sync-<uid>/<run key>/slot-0/rank-00000       one segment per slot and part
 
-Each user has a private folder. A run's folder with a free lock belonged to a dead process, and any process of the user
+Each user has a private folder. Another folder there, with a file `kept`, may outlive its process for a while
+(`kept_folder`). A run's folder with a free lock belonged to a dead process, and any process of the user
 may delete it. A process that creates a folder, or checks a lock to delete one, has an flock on the user's folder
 meanwhile, so that no folder counts as stale between its creation and its locking. Trainer ranks and explorers map
 segments by path with `map_segment`.
@@ -18,9 +19,11 @@ import mmap
 import os
 import re
 import shutil
+import time
 import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from pathlib import Path
 
 from trinity_sync.errors import RunError, WaitTimeout
@@ -29,6 +32,8 @@ from trinity_sync.host.locks import ForeignFileError, open_lock, open_own_folder
 DEFAULT_ROOT = "/dev/shm"
 _HOME = "trinity-sync"
 _LOCK = "owner.lock"
+_KEPT = "kept"
+_SPARED_S = 3600.0
 _LOCK_S = 60.0
 """Timeout for another process of the user that looks for stale folders."""
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
@@ -234,11 +239,15 @@ def _identity(path: str | Path) -> tuple[int, int] | None:
     return found.st_dev, found.st_ino
 
 
-def remove_stale(root: str | Path = DEFAULT_ROOT) -> list[Path]:
-    """Delete this user's folders under `root` whose owner has died, and return them."""
+def remove_stale(root: str | Path = DEFAULT_ROOT, *, spared_s: float = _SPARED_S) -> list[Path]:
+    """Delete this user's folders under `root` whose owner has died, and return them. A `kept_folder` that has changed
+    in the last `spared_s` seconds stays: a supervised driver is about to start again.
+    """
     try:
         with _home(Path(root), create=False) as home:
-            return [folder for folder in sorted(home.iterdir()) if folder.is_dir() and _remove_if_stale(folder)]
+            folders = [folder for folder in sorted(home.iterdir()) if folder.is_dir()]
+            until = time.time() - spared_s
+            return [one for one in folders if not _changed_after(one, until) and _remove_if_stale(one)]
     except (FileNotFoundError, ForeignFileError):
         return []
 
@@ -268,6 +277,13 @@ def _home(root: Path, *, create: bool, timeout_s: float | None = None) -> Iterat
         os.close(descriptor)
 
 
+def _changed_after(folder: Path, until: float) -> bool:
+    """Return whether a `kept_folder` or a folder in it has changed since."""
+    with suppress(OSError):
+        return (folder / _KEPT).exists() and any(one.stat().st_mtime > until for one in (folder, *folder.iterdir()))
+    return False
+
+
 def _remove_if_stale(folder: Path) -> bool:
     """Delete a run's folder unless its owner lives. The caller has locked its parent."""
     try:
@@ -286,10 +302,18 @@ def _remove_if_stale(folder: Path) -> bool:
     return not folder.exists()
 
 
+@dataclass
+class KeptFolder:
+    """A folder in shared memory that outlives a process. `stays`: it is not deleted at the end of its block."""
+
+    path: Path
+    stays: bool = True
+
+
 @contextmanager
-def kept_folder(root: str | Path, name: str) -> Iterator[Path]:
-    """Lock a folder of this user under `root` for the block, and delete it afterwards. What a dead process has left in
-    a folder of this name is there. Raises SegmentError: a live process uses it.
+def kept_folder(root: str | Path, name: str) -> Iterator[KeptFolder]:
+    """Lock a folder of this user under `root` for the block, and delete it afterwards unless it `stays`. What a dead
+    process has left in a folder of this name is there. Raises SegmentError: a live process uses it.
     """
     with _home(Path(root), create=True) as home:
         folder = home / name
@@ -298,10 +322,13 @@ def kept_folder(root: str | Path, name: str) -> Iterator[Path]:
         if not try_lock(lock):
             os.close(lock)
             raise SegmentError(f"{folder} is in use by a live process")
+    kept = KeptFolder(folder)
     try:
-        yield folder
+        (folder / _KEPT).touch()
+        yield kept
     finally:
-        shutil.rmtree(folder, ignore_errors=True)
+        if not kept.stays or not any(one.is_dir() for one in folder.iterdir()):
+            shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
         with suppress(OSError, WaitTimeout), _home(Path(root), create=False, timeout_s=0):
             pass
