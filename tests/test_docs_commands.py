@@ -37,6 +37,7 @@ UNTRIED = {
     r"export VERL_": "is the shell's, and has a program begin with our plug-in; tests/verl_programs has such programs",
     r"unset VERL_": "is the shell's; tests/verl_programs/test_sft.py has verl go on from our folders",
     r"export TRINITY_SYNC_RETENTION=": "is the shell's, too; integrations/verl/test_retention.py reads such words",
+    r"trinity-sync doctor --gpu": "needs a GPU; tests/cli/test_gpu_checks.py runs its parts on the CPU",
     r"trinity-sync verl doctor": "looks at what was exported before; tests/cli/test_verl_doctor.py does so, too",
     r"python .*--experimental-rerun": "reads what the command before it wrote, as tests/cli/test_hydras_tools.py",
     r"\.venv/bin/python -m tests\.house": "prints figures; tests/test_house.py measures them",

@@ -9,6 +9,7 @@ import difflib
 import json
 import os
 import sys
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +23,7 @@ from trinity_sync.host.terminal import output_lost, safe_streams
 
 if TYPE_CHECKING:
     from trinity_sync.config.description import SettingDescription
+    from trinity_sync.launch.machine import Finding
 
 
 _DESCRIPTION = """\
@@ -164,6 +166,8 @@ def _add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser])
         "doctor", help="look whether runs can start here: packages, GPUs, shared memory, disk, ports"
     )
     doctor.add_argument("--measure", type=Path, metavar="FILE", help="also measure speeds, for `plan --measured FILE`")
+    doctor.add_argument("--gpu", action="store_true", help="also check and measure the steps of a sync on the GPU")
+    doctor.add_argument("--json", type=Path, metavar="FILE", help="report of --gpu (default: trinity-sync-gpu.json)")
     doctor.set_defaults(command=_doctor)
 
 
@@ -173,14 +177,37 @@ def _add_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser])
 def _doctor(options: argparse.Namespace) -> int:
     from trinity_sync.launch.machine import findings
 
-    stopping = 0
+    if options.json and not options.gpu:
+        raise ConfigError("--json: the file is the report of --gpu; give --gpu too")
+    if options.gpu:
+        from trinity_sync.cli.gpu_checks import check_gpu
+
+        check_gpu()
+    machine = []
     for found in findings():
         print(f"{found.state:<8} {found.subject:<16} {found.told}")
-        stopping += found.state == "error"
+        machine.append(found)
+    stopping = any(found.state == "error" for found in machine)
     if options.measure:
         _measure(options.measure.expanduser())
     print("a run can start here" if not stopping else "a run cannot start here until the errors are mended")
-    return 1 if stopping else 0
+    failed = _check_gpus(options.json, machine) if options.gpu else 0
+    return 1 if stopping or failed else 0
+
+
+def _check_gpus(file: Path | None, machine: Sequence[Finding]) -> int:
+    """Run the parts of --gpu, and return how many failed."""
+    from trinity_sync.cli import gpu_checks
+
+    file = (file or gpu_checks.FILE).expanduser()
+    report = gpu_checks.GpuReport(gpu_checks.versions(), machine)
+    for name, part in gpu_checks.run_parts(file, report, gpu_checks.PARTS):
+        print(f"{part.result:<8} {name}: {part.told}", flush=True)
+    for name, speed in report.speeds.items():
+        print(f"{'measured':<8} {name:<40} {speed.gb_s:.2f} GB/s")
+    count = Counter(part.result for part in report.parts.values())
+    print(f"{', '.join(f'{count[key]} {key}' for key in ('passed', 'failed', 'left out'))}; the report is {file}")
+    return count["failed"]
 
 
 def _measure(file: Path) -> None:
