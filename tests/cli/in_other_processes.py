@@ -28,7 +28,7 @@ def job(cfg: Any) -> float:
     return app.job(cfg)
 
 
-def _run(checked: RunConfig, run_dir: Path, *, resume: Any, until: int | None, settings: Any, healing: Any) -> int:
+def _run(checked: RunConfig, run_dir: Path, *, resume: Any, until: int | None, settings: Any, **_: Any) -> int:
     """By its name a run fails, is preempted, or waits for its interrupt; others complete. The reward is the rate."""
     cfg = checked.settings
     if resume is None:

@@ -47,6 +47,7 @@ class StandIn:
         until: int | None = None,
         settings: Any = None,
         healing: object = None,
+        states: object = None,
     ) -> int:
         cfg: Any = checked.composed
         self.calls.append(SimpleNamespace(cfg=cfg, run_dir=run_dir, resume=resume, until=until, command=list(sys.argv)))

@@ -556,6 +556,8 @@ PLACES = [
     (["checkpoint.resume_from=/elsewhere/global_step_1"], "checkpoint.resume_from=/elsewhere/global_step_1"),
     (["sync.shm_dir=/elsewhere"], "sync.shm_dir=/elsewhere"),
     (["explorer=vllm_server", "explorer.url=http://10.6.6.6"], "explorer.url=http://10.6.6.6"),
+    (["explorer=vllm_server", "explorer.url=[http://10.6.6.6]"], "explorer.url.0=http://10.6.6.6"),
+    (["explorer=vllm_server", "explorer.key_env=AWS_SECRET_ACCESS_KEY"], "explorer.key_env=AWS_SECRET_ACCESS_KEY"),
     (["tracker=mlflow", "tracker.mlflow.uri=http://10.6.6.6"], "tracker.mlflow.uri=http://10.6.6.6"),
     (["tracker=wandb", "tracker.wandb.mode=offline", "tracker.wandb.entity=theirs"], "tracker.wandb.entity=theirs"),
     (["tracker=wandb"], "tracker.wandb.mode=online"),

@@ -13,7 +13,8 @@ from tests.explorer.helpers import ARCHITECTURE
 from tests.vllm.servers import PLUG_IN, RealServer, serving
 from trinity_sync.models.architecture import make_model
 
-WAYS = {"plain": (), "plug-in": PLUG_IN}
+KEY = "sk-of-the-real-server"
+WAYS = {"plain": (), "plug-in": (*PLUG_IN, "--api-key", KEY)}
 
 CASES = [("plain", "checkpoint"), ("plain", "memory"), ("plug-in", "checkpoint"), ("plug-in", "memory")]
 
@@ -31,8 +32,14 @@ def server(model: Path, tmp_path: Path, way: str) -> Iterator[RealServer]:
         yield made
 
 
+@pytest.fixture(autouse=True)
+def key(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SERVERS_KEY", KEY)  # a server without a key does not look at it
+
+
 def overrides(server: RealServer, *more: str) -> list[str]:
-    return ["explorer=vllm_server", f"explorer.url={server.url}", f"model.path={server.model}", *more]
+    chosen = ["explorer=vllm_server", f"explorer.url={server.url}", "explorer.key_env=SERVERS_KEY"]
+    return [*chosen, f"model.path={server.model}", *more]
 
 
 def assert_right(run: Run, mode: str, *, stale: bool = False) -> None:

@@ -26,7 +26,7 @@ from trinity_sync.actors.explorer_client import ExplorerClient, Generation
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.explorer import pool as pool_module
 from trinity_sync.explorer.actor import Explorer, ExplorerSpec
-from trinity_sync.explorer.pool import ExplorerPool, LiveExplorer
+from trinity_sync.explorer.pool import ExplorerPool, LiveExplorer, server_node
 from trinity_sync.explorer.validation import Validation, ValidationSettings
 from trinity_sync.protocol.parts import PartInfo
 from trinity_sync.protocol.rounds import RoundMember
@@ -477,6 +477,34 @@ def test_what_an_explorer_knows_of_an_attempt_ends_with_it(monkeypatch: pytest.M
     assert explorer._synchronizer is synchronizer
     with pytest.raises(RunError, match="holds no version"):
         explorer.generate(3, PROMPTS, 1)
+
+
+@pytest.fixture
+def nodes(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """What Ray says of its nodes; this process is on the first."""
+    names = {"10.0.0.1": "first", "10.0.0.2": "second", "10.0.0.3": "dead"}
+    found = [{"NodeManagerAddress": at, "NodeID": node, "Alive": node != "dead"} for at, node in names.items()]
+    monkeypatch.setattr(ray, "nodes", lambda: found)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "first"))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("host", "node"), [("10.0.0.2", "second"), ("10.0.0.1", "first"), ("localhost", "first"), ("[::1]", "first")]
+)
+def test_an_explorer_belongs_on_the_node_of_its_server(nodes: list[dict[str, Any]], host: str, node: str) -> None:
+    assert server_node(f"http://{host}:8000") == node
+
+
+@pytest.mark.parametrize("host", ["10.0.0.3", "10.9.9.9", "nobody.invalid"])
+def test_a_server_that_is_on_no_node_is_refused(nodes: list[dict[str, Any]], host: str) -> None:
+    with pytest.raises(ConfigError, match=rf"has the address {host}, .* one of 10\.0\.0\.1, 10\.0\.0\.2$"):
+        server_node(f"http://{host}:8000")
+
+
+def test_where_ray_has_one_node_any_name_of_it_is_taken(nodes: list[dict[str, Any]]) -> None:
+    del nodes[1:]
+    assert server_node("http://my-alias:8000") is None
 
 
 class Mode:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +14,13 @@ from ray.cluster_utils import Cluster
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from tests.e2e.runs import launch
+from tests.explorer.helpers import ARCHITECTURE
 from tests.sync.helpers import LIMIT, PretendTrainer, node_id, random_weights, remote_agent
+from tests.vllm.stand_in_server import stand_in_server
 from tests.weights.helpers import reference_digest
 from trinity_sync.actors.agent_client import AgentClient
 from trinity_sync.actors.synchronizer_client import SynchronizerClient
+from trinity_sync.models.architecture import make_model
 from trinity_sync.sync import Synchronizer, SynchronizerConfig
 
 SHAPES = {"embed.weight": (4096, 1024), "layers.0.mlp.weight": (24, 10)}
@@ -117,3 +121,20 @@ def test_a_run_whose_trainer_and_explorer_are_on_different_nodes(
     loads = run.events("load")
     assert [load["version"] for load in loads] == [0, 1, 2, 3]
     assert all(load["digest"] == run.digests[load["version"]] for load in loads)
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2"], ids=["the driver's node", "another"])
+def test_an_explorer_runs_on_the_node_of_its_server(nodes: Cluster, tmp_path: Path, host: str) -> None:
+    far = nodes.add_node(num_cpus=2, object_store_memory=200 << 20, node_ip_address="127.0.0.2")
+    try:
+        model = make_model(ARCHITECTURE, 7, tmp_path / "policy")
+        with stand_in_server(model, host=host) as server:
+            chosen = ["explorer=vllm_server", f"explorer.url={server.url}", f"model.path={model}"]
+            run = launch(tmp_path / "run", "cluster=existing", f"cluster.address={nodes.address}", *chosen)
+        assert run.code == 0, run.output
+        [up] = re.findall(r"explorer-0 is up: pid \d+ on node (\w+)", (run.folder / "logs/driver.log").read_text())
+        assert (up == far.node_id) == (host == "127.0.0.2")
+        assert all(load["digest"] == run.digests[load["version"]] for load in run.events("load"))
+    finally:
+        nodes.remove_node(far)

@@ -15,8 +15,10 @@ from typing import Any
 
 import pytest
 
+from tests.vllm.stand_in_server import GUARDED, stand_in_server
 from trinity_sync.actors.explorer_client import EngineDeathError
 from trinity_sync.errors import ConfigError, RunError, WaitLimit, WaitTimeout
+from trinity_sync.host.masking import EnvironmentSecret
 from trinity_sync.integrations.vllm import server as server_module
 from trinity_sync.integrations.vllm.server import HttpControl, ServerClient, lock_server
 
@@ -216,6 +218,43 @@ def test_a_server_may_take_as_long_as_its_bytes_at_the_slowest_rate() -> None:
             assert server.post("/work", "work", nbytes=NBYTES) == {}  # 8 s
         finally:
             made.shutdown()
+
+
+KEY = EnvironmentSecret("SERVERS_KEY", "sk-of-this-server")
+
+
+def called(url: str, key: EnvironmentSecret | None) -> None:
+    server = ServerClient(url, 20.0, key)
+    server.wait_up(20.0)
+    server.facts()
+    server.post_each("/v1/embeddings", "generate", [{}, {}], 2)
+
+
+def test_each_request_has_the_key_also_where_vllm_asks_for_none() -> None:
+    with stand_in_server(key=KEY.text) as server:
+        called(server.url, KEY)
+    assert {path for path, _ in server.heard} >= {"/health", "/server_info", "/v1/models", "/v1/embeddings"}
+    assert {sent for _, sent in server.heard} == {f"Bearer {KEY.text}"}
+
+
+@pytest.mark.parametrize("guarded", [GUARDED, ("/",)], ids=["vllm", "all"])
+@pytest.mark.parametrize(
+    ("key", "told"),
+    [
+        (None, "asks for a key; name the environment variable that has its --api-key"),
+        (
+            EnvironmentSecret("OTHER_KEY", "sk-of-another"),
+            "refuses the key in the environment variable OTHER_KEY; it must be its --api-key",
+        ),
+    ],
+    ids=["none", "another"],
+)
+def test_a_refused_key_names_the_setting_and_is_not_shown(
+    guarded: tuple[str, ...], key: EnvironmentSecret | None, told: str
+) -> None:
+    with stand_in_server(key=KEY.text, guarded=guarded) as server, pytest.raises(ConfigError) as refused:
+        called(server.url, key)
+    assert str(refused.value) == f"explorer.key_env: the vLLM server at {server.url} {told} (status 401)"
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])

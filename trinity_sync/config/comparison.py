@@ -45,6 +45,7 @@ LOCATIONS = (
     "hydra",
     "live",
     "tracker",
+    "explorer.key_env",
     "explorer.url",
 )
 """Keys of where a run lives and how it is shown. Not part of `config_digest`."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from omegaconf import DictConfig, ListConfig
 
@@ -21,7 +21,7 @@ from trinity_sync.config.lookup import LABELS
 from trinity_sync.config.schema import LossValidationConfig, ValidationConfig
 from trinity_sync.errors import ConfigError
 from trinity_sync.host.package_source import installed_version
-from trinity_sync.host.references import matched_files
+from trinity_sync.host.references import matched_files, path_list
 from trinity_sync.models.families import (
     attention_problem,
     class_problem,
@@ -408,17 +408,28 @@ def sampling_problems(get: Get) -> Iterator[Problem]:
 
 
 _SUCH_AS = "such as explorer.url=http://127.0.0.1:8000"
+_LOCAL = ("localhost", "127.0.0.1", "::1")
 
 
 def check_vllm_server(get: Get) -> Iterator[Problem]:
-    """Check the server's address, and that it can do what the settings ask for."""
+    """Check the servers' addresses and their key, and that servers can do what the settings ask for."""
     if get("explorer.kind") != "vllm_server":
         return
-    if (wrong := _wrong_url(get("explorer.url"))) is not None:
-        yield Problem("explorer.url", wrong)
-    replicas = get("explorer.replicas")
-    if replicas > 1:
-        yield Problem("explorer.replicas", f"is {replicas}, but explorer.url names one server; set it to 1")
+    given, replicas = get("explorer.url"), get("explorer.replicas")
+    urls = [] if given is None else path_list(given)
+    wrong = list(filter(None, map(_wrong_url, urls)))
+    yield from (Problem("explorer.url", text) for text in wrong)
+    if not urls:
+        yield Problem("explorer.url", f"is {'null' if given is None else '[]'}; name the vLLM server, {_SUCH_AS}")
+    elif not wrong:
+        places = [_place(urlsplit(url)) for url in urls]
+        if again := next((url for at, url in enumerate(urls) if places[at] in places[:at]), None):
+            yield Problem("explorer.url", f"names {again} twice; each explorer needs a server of its own")
+        if replicas != len(urls):
+            told = "one server" if len(urls) == 1 else f"{len(urls)} servers, one for each explorer"
+            yield Problem("explorer.replicas", f"is {replicas}, but explorer.url names {told}; set it to {len(urls)}")
+    if (name := get("explorer.key_env")) is not None and (text := _wrong_key(name)) is not None:
+        yield Problem("explorer.key_env", text)
     if get("sync.mode") == "nccl":
         yield Problem(
             "sync",
@@ -427,9 +438,22 @@ def check_vllm_server(get: Get) -> Iterator[Problem]:
     yield from sampling_problems(get)
 
 
-def _wrong_url(url: str | None) -> str | None:
-    if url is None:
-        return f"is null; name the vLLM server, {_SUCH_AS}"
+def _place(url: SplitResult) -> tuple[str | None, int]:
+    return None if url.hostname in _LOCAL else url.hostname, url.port or (443 if url.scheme == "https" else 80)
+
+
+def _wrong_key(name: str) -> str | None:
+    """Return what is wrong with the variable of a key, never with a text that may be the key."""
+    if not re.fullmatch(r"[A-Z_][A-Z0-9_]*", name):
+        return "is not the name of a variable of the environment (A-Z, 0-9, _); the key itself is never a setting"
+    if not (key := os.environ.get(name)):
+        return f"is {name}, but the environment has no such variable; export the server's --api-key as {name}"
+    if not re.fullmatch(r"[!-~]+", key):
+        return f"is {name}, whose value cannot be a key: it has blanks, line ends or characters beyond ASCII"
+    return None
+
+
+def _wrong_url(url: str) -> str | None:
     try:
         parts = urlsplit(url)
         port = parts.port

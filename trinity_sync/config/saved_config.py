@@ -77,6 +77,8 @@ _LETS_RUN = {
     "function_name": "of a file",
 }
 """Keys anywhere that let code run, and which code."""
+_KEY = "explorer.key_env"
+"""A setting that names a variable whose value is sent to a server."""
 _VERLS = ("function_name", "compute_score")
 """verl's default name of the function."""
 _ENGINES = {
@@ -393,6 +395,8 @@ def _of_setting(
         yield _doubt(key, text, f"which lets code run {_LETS_RUN[last]}", signed)
     elif value is None or ours.settings.get(key, _UNKNOWN) == value:
         return
+    elif key == _KEY:
+        yield _doubt(key, text, "which has a part of your environment sent to a server", value)
     elif engine := next((name for name in _ENGINES if key.startswith(f"{name}.")), None):
         inner = re.sub(r"\.\d+(?=\.|$)", "", key.removeprefix(f"{engine}."))
         if not _ENGINES[engine].fullmatch(inner) or not isinstance(value, int | float):

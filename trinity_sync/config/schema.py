@@ -485,9 +485,10 @@ class VllmConfig(ExplorerConfig):
 
 @dataclass(kw_only=True)
 class VllmServerConfig(ExplorerConfig):
-    """An explorer that uses a vLLM server."""
+    """Explorers that each use a vLLM server."""
 
-    url: str | None = MISSING
+    url: OptionalTexts = MISSING
+    key_env: str | None = MISSING
 
 
 @dataclass(kw_only=True)

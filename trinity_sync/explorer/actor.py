@@ -32,9 +32,10 @@ from trinity_sync.errors import ProcessLoss, RunError, TrinityError, WaitTimeout
 from trinity_sync.explorer.engine import RolloutEngine
 from trinity_sync.host.hardware import peak_memory_with_children
 from trinity_sync.host.logs import own_log, story
+from trinity_sync.host.masking import EnvironmentSecret
 from trinity_sync.host.origin import error_text
 from trinity_sync.host.process import without_collections
-from trinity_sync.host.references import Settings
+from trinity_sync.host.references import Settings, path_list
 from trinity_sync.protocol.rounds import RoundMember
 from trinity_sync.protocol.versions import LOAD_HOPS, Version
 from trinity_sync.samples.batch import SampleBatch
@@ -363,10 +364,18 @@ class ExplorerSpec:
     sync_timeout_s: float  # a `WaitLimit`
     log_dir: str | None
     processes: int = 1  # processes that hold its weights; one GPU each where there are GPUs
+    servers: Sequence[str] = ()  # URLs of servers, one for each explorer
 
     @property
     def name(self) -> str:
         return self.member.name
+
+    def of(self, member: RoundMember) -> ExplorerSpec:
+        """Return the spec of one explorer."""
+        if not self.servers:
+            return replace(self, member=member)
+        url = self.servers[int(member.name.rpartition("-")[2])]
+        return replace(self, member=member, engine={**self.engine, "url": url})
 
 
 def explorer_spec(cfg: Config, model_path: str, log_dir: str) -> ExplorerSpec:
@@ -386,7 +395,10 @@ def explorer_spec(cfg: Config, model_path: str, log_dir: str) -> ExplorerSpec:
         engine["chat_template"] = cfg.task["chat_template"]
     if cfg.sync.keep_fp32 is not None:
         engine["keep_fp32"] = list(cfg.sync.keep_fp32)
+    servers: list[str] = []
     if isinstance(cfg.explorer, VllmServerConfig):
+        servers, name = path_list(engine.pop("url")), engine.pop("key_env")
+        engine["key"] = None if name is None else EnvironmentSecret(str(name), os.environ[str(name)])
         engine |= {"timeout_s": cfg.explorer.timeout_s, "start_timeout_s": cfg.cluster.start_timeout_s}
     if travels(cfg) == "adapter":
         adapter = adapter_of(cfg.model.lora)
@@ -403,6 +415,7 @@ def explorer_spec(cfg: Config, model_path: str, log_dir: str) -> ExplorerSpec:
         sync_timeout_s=cfg.sync.limit_s,
         log_dir=log_dir,
         processes=_processes(cfg),
+        servers=servers,
     )
 
 

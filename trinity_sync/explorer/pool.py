@@ -7,15 +7,18 @@ version gives the same samples.
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 import ray
 from ray.actor import ActorHandle
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from trinity_sync.actors.agent_client import AgentClient
 from trinity_sync.actors.calls import Call, DeathError, ended, results
@@ -40,6 +43,7 @@ from trinity_sync.samples.batch import SampleBatch, assign
 from trinity_sync.samples.journal import StepJournal
 from trinity_sync.samples.record import FOR_TRAINING, Drawing, Prompt
 from trinity_sync.sync.base import Delivery
+from trinity_sync.weights.shards import listed
 
 _CLOSE_S = 10.0
 _ANSWERED_S = 60.0
@@ -116,9 +120,15 @@ class ExplorerPool:
         self._starting: dict[str, Call[str]] = {}
 
     def _create(self, name: str) -> ExplorerClient:
-        actor = ray.remote(failures_logged(Explorer)).options(num_cpus=1, num_gpus=self._num_gpus * self.spec.processes)
         self._members[name] = RoundMember.new(name)
-        handle = actor.remote(replace(self.spec, member=self._members[name]), self._synchronizer)
+        spec = self.spec.of(self._members[name])
+        node = server_node(str(spec.engine["url"])) if spec.servers else None
+        actor = ray.remote(failures_logged(Explorer)).options(
+            num_cpus=1 if node is None else 0,  # the ranks may have all processors of the server's node
+            num_gpus=self._num_gpus * spec.processes,
+            scheduling_strategy="DEFAULT" if node is None else NodeAffinitySchedulingStrategy(node, soft=False),
+        )
+        handle = actor.remote(spec, self._synchronizer)
         client = ExplorerClient(handle, name, self.spec.processes)
         client.warm_up()
         return client
@@ -377,8 +387,8 @@ class ExplorerPool:
             return self._restarts_left >= 0
 
     def _restart(self, name: str) -> None:
-        self.clients[name] = self._create(name)
         try:
+            self.clients[name] = self._create(name)
             self._connect({name: self.clients[name].start()})
         except ConfigError as error:  # the settings were good when the run began
             raise RunError(f"{name} cannot be started again: {error}") from error
@@ -393,6 +403,28 @@ class ExplorerPool:
         story.warning("starting %s again (%d restarts left)", death.who, self._restarts_left)
         self._end_leases(death.who)
         self._restart(death.who)
+
+
+def server_node(url: str) -> str | None:
+    """Return Ray's id of the node on which a server runs; None: Ray has one node, which has to be it. Raises
+    ConfigError: no node has the server's address.
+    """
+    nodes = {node["NodeManagerAddress"]: str(node["NodeID"]) for node in ray.nodes() if node["Alive"]}
+    if len(nodes) == 1:
+        return None
+    host = str(urlsplit(url).hostname)
+    try:
+        addresses = {str(found[4][0]) for found in socket.getaddrinfo(host, None)}
+    except OSError:
+        addresses = set()
+    if found := sorted(nodes.keys() & addresses):
+        return nodes[found[0]]
+    if any(address == "::1" or address.startswith("127.") for address in addresses):
+        return str(ray.get_runtime_context().get_node_id())
+    raise ConfigError(
+        f"explorer.url: no node of Ray's cluster has the address {host}, and an explorer runs on the node of its "
+        f"server; name it by one of {listed(sorted(nodes))}"
+    )
 
 
 def _error_of(call: Call[str]) -> TrinityError | None:

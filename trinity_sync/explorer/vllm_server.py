@@ -24,6 +24,7 @@ from trinity_sync.explorer.texts import (
     sample_rows,
 )
 from trinity_sync.host.logs import story
+from trinity_sync.host.masking import EnvironmentSecret
 from trinity_sync.integrations.vllm import BACKEND
 from trinity_sync.integrations.vllm.server import HttpControl, Json, ServerClient, lock_server
 from trinity_sync.integrations.vllm.target import FileTarget, WorkerTarget
@@ -55,6 +56,7 @@ class VLLMServerEngine(VLLMBase):
     Args:
         model_path, settings: as for `TextEngine`. The server has the same model, with any weights; `batch_size` limits
             concurrent requests.
+        key: the server's key; None: it asks for none.
         timeout_s: the caller's limit of a generation, seconds.
         start_timeout_s: the caller's limit for this engine's start, seconds; the server may come up in this time.
 
@@ -65,12 +67,19 @@ class VLLMServerEngine(VLLMBase):
     """
 
     def __init__(
-        self, model_path: str, *, url: str, timeout_s: float, start_timeout_s: float, **settings: Unpack[TextSettings]
+        self,
+        model_path: str,
+        *,
+        url: str,
+        key: EnvironmentSecret | None = None,
+        timeout_s: float,
+        start_timeout_s: float,
+        **settings: Unpack[TextSettings],
     ) -> None:
         super().__init__(model_path, **settings)
         self._shapes = self._tensor_shapes()
-        self._url = url.rstrip("/")
-        self._server = ServerClient(self._url, timeout_s * _SHARE)
+        self._url, self._key = url.rstrip("/"), key
+        self._server = ServerClient(self._url, timeout_s * _SHARE, key)
         self._server.wait_up(start_timeout_s * _SHARE)
         self._facts = self._server.facts()
         self._check_facts(settings["dtype"])
@@ -98,7 +107,7 @@ class VLLMServerEngine(VLLMBase):
     def target(self, mode: SyncMode, side: ExplorerSide, verify: str) -> WeightTarget:
         """Return the server's workers, where it has the plug-in; else files that the server reloads."""
         self._drop_target()
-        self._control = HttpControl(ServerClient(self._url, side.timeout_s))
+        self._control = HttpControl(ServerClient(self._url, side.timeout_s, self._key))
         if self._facts.backend != BACKEND:
             story.info("%s reloads versions from files", self._server.who)
             return FileTarget(self._control, tensors=self._shapes, mode=mode, side=side, verify=verify)

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Self
 from urllib.parse import unquote
 
 MASK = "***"
@@ -98,6 +99,20 @@ def hide_typed(arguments: Sequence[str]) -> None:
     for key, _, value in (text.partition("=") for text in arguments):
         for name, text in [(key.rpartition(".")[2], value), *_LEAF.findall(value)]:
             hide({name: text.strip("'\" ")} if "${" not in text else {})
+
+
+@dataclass(frozen=True)
+class EnvironmentSecret:
+    """A secret of the user's environment. Each process that has it masks its text, and its `repr` has only the name."""
+
+    variable: str
+    text: str = field(repr=False)
+
+    def __post_init__(self) -> None:
+        hide({"secret": self.text})
+
+    def __reduce__(self) -> tuple[type[Self], tuple[str, str]]:  # hides it where it arrives
+        return type(self), (self.variable, self.text)
 
 
 def without_hidden(text: str) -> str:

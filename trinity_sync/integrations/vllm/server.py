@@ -21,7 +21,7 @@ import httpx
 from trinity_sync.actors.explorer_client import EngineDeathError
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout, grown, in_one_line
 from trinity_sync.host.logs import story
-from trinity_sync.host.masking import shown
+from trinity_sync.host.masking import EnvironmentSecret, shown
 from trinity_sync.host.origin import error_text
 from trinity_sync.integrations.vllm.control import OnUpdate, updating
 from trinity_sync.integrations.vllm.worker_link import WorkerAddress
@@ -98,18 +98,21 @@ class ServerClient:
     """Client of a server. Each call raises `WaitTimeout` without an answer in time, `EngineDeathError` if it is gone,
     and `RunError` if it reports a failure. Called in threads without an event loop. `url`: such as
     ``http://127.0.0.1:8000``. `timeout_s`: timeout of each call, seconds; a `WaitLimit` grows with
-    the bytes that a call moves. `who`: its name in errors.
+    the bytes that a call moves. `key`: sent with each call. `who`: its name in errors.
     """
 
-    def __init__(self, url: str, timeout_s: float) -> None:
+    def __init__(self, url: str, timeout_s: float, key: EnvironmentSecret | None = None) -> None:
         self.who = f"the vLLM server at {url}"
         self.timeout_s = timeout_s
-        self._url = url
+        self._url, self._key = url, key
+        self._headers = {} if key is None else {"Authorization": f"Bearer {key.text}"}
         self._ssl = httpx.create_ssl_context(trust_env=False)
         # Without a proxy of the environment, which is for other places. Each call has a new connection: vLLM closes an
         # idle one, and a call at that moment would look like a death.
         limits = httpx.Limits(max_keepalive_connections=0)
-        self._client = httpx.Client(base_url=url, trust_env=False, verify=self._ssl, limits=limits)
+        self._client = httpx.Client(
+            base_url=url, headers=self._headers, trust_env=False, verify=self._ssl, limits=limits
+        )
 
     def wait_up(self, timeout_s: float) -> None:
         """Wait until it answers, for so many seconds."""
@@ -180,7 +183,12 @@ class ServerClient:
 
         # A new client each time: vLLM closes a connection after a failure, which the next call would take for a death.
         async with httpx.AsyncClient(
-            base_url=self._url, trust_env=False, verify=self._ssl, limits=limits, timeout=None
+            base_url=self._url,
+            headers=self._headers,
+            trust_env=False,
+            verify=self._ssl,
+            limits=limits,
+            timeout=None,
         ) as client:
 
             async def send(request: _Request) -> Json:
@@ -218,6 +226,7 @@ class ServerClient:
             return _SLOW
         except httpx.RequestError as error:
             return _reason(error)
+        self._check_key(answer)
         if answer.status_code == httpx.codes.NOT_FOUND:
             raise ConfigError(f"explorer.url: {shown(self._url)} is not a vLLM server; it has no /health")
         return None if answer.is_success else f"status {answer.status_code}"
@@ -230,6 +239,14 @@ class ServerClient:
             down = str(error)
         if down is not None and down != _SLOW:
             raise EngineDeathError(f"{self.who} died ({down}) before it could {what}")
+
+    def _check_key(self, answer: httpx.Response) -> None:
+        """Raise ConfigError where the server refuses the key."""
+        if answer.status_code in (httpx.codes.UNAUTHORIZED, httpx.codes.FORBIDDEN):
+            told = "asks for a key; name the environment variable that has its --api-key"
+            if self._key is not None:
+                told = f"refuses the key in the environment variable {self._key.variable}; it must be its --api-key"
+            raise ConfigError(f"explorer.key_env: {self.who} {told} (status {answer.status_code})")
 
     @contextmanager
     def _translated(self, what: str) -> Iterator[None]:
@@ -245,6 +262,7 @@ class ServerClient:
     def _checked(self, answer: httpx.Response, what: str) -> Json:
         if answer.is_success:
             return _json(answer)
+        self._check_key(answer)
         message = _message(answer)
         if answer.is_server_error:
             self._check_alive(f"{what}: {message}")

@@ -296,9 +296,10 @@ class FileTarget(EngineTarget):
         except EngineDeathError:
             raise
         except RunError as error:
-            raise RunError(f"{error}; it stays paused until a version is loaded completely, or it is restarted") from (
-                error
-            )
+            raise RunError(
+                f"{error}; it stays paused until a version is loaded completely, or it is restarted. It has to run on "
+                "the explorer's node, as the same user, to read the file"
+            ) from error
 
     def _into(self, tensors: Mapping[str, torch.Tensor]) -> LiveTensors:
         return LiveTensors(tensors, self._transport, self._side.layouts, self._verify)
