@@ -36,6 +36,7 @@ UNTRIED = {
     r"pip install \./": "fetches what the package needs from an index; tests/test_wheel.py installs a wheel",
     r"export VERL_": "is the shell's, and has a program begin with our plug-in; tests/verl_programs has such programs",
     r"unset VERL_": "is the shell's; tests/verl_programs/test_sft.py has verl go on from our folders",
+    r"export TRINITY_SYNC_MEMORY_INTERVAL=": "is the shell's, too; integrations/verl/test_memory_saves.py sets it",
     r"export TRINITY_SYNC_RETENTION=": "is the shell's, too; integrations/verl/test_retention.py reads such words",
     r"trinity-sync doctor --gpu": "needs a GPU; tests/cli/test_gpu_checks.py runs its parts on the CPU",
     r"trinity-sync verl doctor": "looks at what was exported before; tests/cli/test_verl_doctor.py does so, too",

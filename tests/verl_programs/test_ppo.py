@@ -20,7 +20,8 @@ from tests.verl_programs.test_sft import assert_whole
 from trinity_sync.checkpoint.folder import catalog
 from trinity_sync.checkpoint.folder.contents import MANIFEST, step_dir
 from trinity_sync.checkpoint.folder.lock import has_no_monitor
-from trinity_sync.integrations.verl.vendor import CALLBACK
+from trinity_sync.checkpoint.memory_states import states_path
+from trinity_sync.integrations.verl.vendor import CALLBACK, MEMORY_INTERVAL, SHM_DIR
 
 pytestmark = [
     pytest.mark.all,
@@ -132,3 +133,40 @@ def test_a_killed_program_goes_on_and_the_rollout_has_the_weights_of_each_step(t
     logged = program.logged()
     assert sorted(logged) == [*range(newest + 1, STEPS + 1)]
     assert {data["weight_sync/mode_memory"] for data in logged.values()} == {1}
+
+
+class PpoInMemory(Ppo):
+    """With one checkpoint on disk, of the last step."""
+
+    def _command(self) -> list[str]:
+        return [*super()._command(), "trainer.save_freq=100"]
+
+
+def test_a_killed_program_goes_on_from_its_state_in_memory(tmp_path: Path) -> None:
+    prepare(tmp_path)
+    (tmp_path / "shm").mkdir()
+    versions = tmp_path / "versions"
+    environment = {
+        **PLUGIN,
+        MODULES: f"{ON_CPU},tests.verl_programs.ppo_rollout,{PLUGIN[MODULES]}",
+        VERSIONS: str(versions),
+        "VERL_LOGGING_LEVEL": "WARN",
+        MEMORY_INTERVAL: "1",
+        SHM_DIR: str(tmp_path / "shm"),
+    }
+    program = PpoInMemory(folder=tmp_path, environment=environment, ranks=1)
+    memory = states_path(program.checkpoints, tmp_path / "shm")
+    with program.started() as running:
+        running.wait_until((step_dir(memory, 2) / MANIFEST).exists, "state of step 2")
+    assert has_no_monitor(memory, END_S)
+    assert has_no_monitor(program.checkpoints, END_S)
+    newest = max(info.step for info in catalog.scan(memory) if info.kind is not None)
+    assert 2 <= newest < STEPS
+    assert_whole(program.checkpoints, [])
+    assert program.run() == 0, program.said()
+    assert f"trinity-sync: resuming from {step_dir(program.checkpoints, newest)}" in program.said()
+    assert has_no_monitor(program.checkpoints, END_S)
+    assert_whole(program.checkpoints, [newest, STEPS])
+    assert_moved(program, range(newest, newest + 1))
+    assert sorted(program.logged()) == [*range(newest + 1, STEPS + 1)]
+    assert not memory.exists()

@@ -151,7 +151,7 @@ class _MonitorProcess:
         restarted, attempt = self._attempt is not None, self._attempt
         if attempt is None:
             start = await asyncio.to_thread(put_in_order, settings.root, settings.resume_step, settings.config.roles)
-            attempt = start.attempt
+            attempt = max(start.attempt, settings.config.attempt)
             lock.sign(self._word(attempt))
         else:
             story.warning("continues with attempt %d, in place of a monitor that has ended", attempt)

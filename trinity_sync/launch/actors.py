@@ -27,6 +27,7 @@ from trinity_sync.checkpoint.folder.contents import Base, read_manifest
 from trinity_sync.checkpoint.folder.lock import writer_of
 from trinity_sync.checkpoint.folder.owner import Owner
 from trinity_sync.checkpoint.folder.resume_point import OF_ADAPTER, check_base, check_same, noted_base
+from trinity_sync.checkpoint.memory_states import MemoryStates
 from trinity_sync.checkpoint.mirror.run_mirror import MirrorSettings, RunMirror
 from trinity_sync.config import TARGET, Config, load_class, retention_policies
 from trinity_sync.config.lora_settings import travels
@@ -38,7 +39,6 @@ from trinity_sync.host.interrupts import REST_S, interrupted, left, shielded
 from trinity_sync.host.logs import story
 from trinity_sync.launch.cluster import Cluster
 from trinity_sync.launch.kept_explorers import KeptExplorers
-from trinity_sync.launch.memory_states import MemoryStates
 from trinity_sync.launch.row_scan import NOTHING, ScannedTask
 from trinity_sync.launch.start import Start
 from trinity_sync.protocol.parts import MANIFEST, VersionBytes

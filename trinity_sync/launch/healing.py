@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from trinity_sync.actors.pending import DeathError, NoAnswerError
+from trinity_sync.checkpoint.memory_states import memory_states
 from trinity_sync.config import Config, RunConfig
 from trinity_sync.errors import ConfigError, ProcessLoss, RunError, TrinityError, WaitTimeout
 from trinity_sync.host.interrupts import failing_of_it
@@ -21,7 +22,6 @@ from trinity_sync.host.origin import origin
 from trinity_sync.launch import supervision
 from trinity_sync.launch.kept_explorers import KeptExplorers
 from trinity_sync.launch.local_ray import ray_kept
-from trinity_sync.launch.memory_states import memory_states
 from trinity_sync.launch.start import Resume, Start, checkpoint_folder, committed_steps
 from trinity_sync.launch.supervision import SupervisedDriver
 from trinity_sync.tracking.events import HealEvent

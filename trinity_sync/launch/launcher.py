@@ -20,6 +20,7 @@ from trinity_sync.backends.option import accelerator_count, platform_env
 from trinity_sync.checkpoint.folder import recovery
 from trinity_sync.checkpoint.folder.lock import has_no_monitor, locked
 from trinity_sync.checkpoint.folder.owner import MARK, Owner, check, write_mark
+from trinity_sync.checkpoint.memory_states import MemoryStates
 from trinity_sync.config import Config, RunConfig
 from trinity_sync.config.composition import section
 from trinity_sync.config.lora_settings import Adapter, adapter_of
@@ -34,7 +35,6 @@ from trinity_sync.launch.cluster import ClusterMetrics, cluster, has_gpus
 from trinity_sync.launch.job import Job
 from trinity_sync.launch.kept_explorers import KeptExplorers
 from trinity_sync.launch.machine import SOCKET_BYTES, check_room, socket_room
-from trinity_sync.launch.memory_states import MemoryStates
 from trinity_sync.launch.row_scan import ScannedTask, note, scanned_task
 from trinity_sync.launch.start import (
     STORE,

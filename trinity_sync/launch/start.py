@@ -17,12 +17,12 @@ from trinity_sync.checkpoint.folder.contents import Manifest, NewerFormatError, 
 from trinity_sync.checkpoint.folder.deletion import noted_deletions
 from trinity_sync.checkpoint.folder.owner import Owner, Recorded
 from trinity_sync.checkpoint.folder.resume_point import check_adapter, check_kind
+from trinity_sync.checkpoint.memory_states import MemoryStates
 from trinity_sync.checkpoint.mirror.run_mirror import MirrorSettings, RunMirror
 from trinity_sync.config import Config, asked_again
 from trinity_sync.config.lora_settings import adapter_of
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.host.urls import absolute, shown
-from trinity_sync.launch.memory_states import MemoryStates
 from trinity_sync.protocol.parts import FULL
 from trinity_sync.tracking.events import CommitEvent, MirrorEvent, PruneEvent, stream_events
 from trinity_sync.tracking.run_record import read_record

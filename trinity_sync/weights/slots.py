@@ -334,6 +334,11 @@ def kept_folder(root: str | Path, name: str) -> Iterator[KeptFolder]:
             pass
 
 
+def kept_path(root: str | Path, name: str) -> Path:
+    """Return the path of a `kept_folder`."""
+    return Path(root) / own_name(_HOME) / name
+
+
 def _reserve(path: Path, nbytes: int) -> None:
     """Create a file with allocated blocks: a write to its mapping cannot fail for lack of space."""
     descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o600)

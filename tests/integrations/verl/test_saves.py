@@ -14,10 +14,13 @@ from unittest.mock import Mock
 import pytest
 
 from trinity_sync.checkpoint.daemon import Lifetime, connect
+from trinity_sync.checkpoint.folder.catalog import scan
 from trinity_sync.checkpoint.folder.contents import read_manifest, step_dir, write_tracker
 from trinity_sync.checkpoint.folder.leases import leased
+from trinity_sync.checkpoint.memory_states import states_path
 from trinity_sync.checkpoint.monitor import MonitorConfig
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
+from trinity_sync.host.threads import comes_true
 from trinity_sync.integrations.verl import committed_saves, local_run
 from trinity_sync.integrations.verl.at_exit import SIGNAL_S
 from trinity_sync.integrations.verl.committed_saves import CommittedSaves
@@ -146,7 +149,12 @@ class Ranks:
         config = MonitorConfig(timeout_s=timeout_s, fsync=False, roles=self._roles)
         lifetime = Lifetime(first_s=LIMIT, grace_s=0.1)
         handle = connect(
-            *(self.root,), program="one", may_start=rank == 0, timeout_s=LIMIT, config=config, lifetime=lifetime
+            *(Path(local_path).parents[1],),
+            program="one",
+            may_start=rank == 0,
+            timeout_s=LIMIT,
+            config=config,
+            lifetime=lifetime,
         )
         self.handles.append(handle)
         return RunMonitor.of(handle, timeout_s)
@@ -172,6 +180,17 @@ class Ranks:
 
     def ok(self, do: Callable[[Manager], object]) -> None:
         assert self.all(do) == [None] * WORLD
+
+    @property
+    def memory(self) -> Path:
+        """The folder of their states in memory."""
+        return states_path(self.root, self.root.parent)
+
+    def save_state(self, step: int) -> None:
+        self.ok(lambda manager: manager.save(step_dir(self.memory, step) / "actor", step, limit=1))
+        self.managers[0]._commits.follow(
+            step, FULL, lambda _: self.managers[0].register_checkpoint(str(step_dir(self.memory, step)), 1)
+        )
 
     def save(self, step: int, *names: str, place: str = "actor", **options: Any) -> None:
         self.ok(lambda manager: manager.save(step_dir(self.root, step) / place, step, *names, **options))
@@ -224,6 +243,29 @@ def test_a_save_is_committed_when_both_ranks_have_written_and_the_trainer_has_go
     manifest = read_manifest(step_dir(ranks.root, 4))
     assert (manifest.backend, manifest.world_size, manifest.kind) == ("fsdp", WORLD, FULL)
     assert [manager.previous_global_step for manager in ranks.managers] == [4, 4]
+
+
+def test_states_in_memory_are_committed_beside_the_checkpoints_and_of_both_none_is_lost(ranks: Ranks) -> None:
+    for step in (1, 3, 5):
+        ranks.save_state(step)
+        ranks.save(step + 1)
+    ranks.save_state(7)
+    ranks.ok(lambda manager: manager.wait_on_save_thread())
+    assert comes_true(lambda: [one.step for one in scan(ranks.memory)] == [7], LIMIT, 0.05)
+    assert [one.step for one in scan(ranks.root)] == [2, 4, 6]
+
+
+def test_a_state_that_cannot_be_written_is_told_and_the_next_save_is_made(
+    ranks: Ranks, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ranks.managers[1].copies.fails = "model"
+    ranks.save_state(3)
+    assert comes_true(lambda: "model" in ranks.managers[1].copies.given_up, LIMIT, 0.05)
+    ranks.managers[1].copies.fails = None
+    ranks.save(4)
+    ranks.ok(lambda manager: manager.wait_on_save_thread())
+    assert ranks.paths(4) == OF_ALL
+    assert "a state in memory is lost: " in capsys.readouterr().err
 
 
 def test_the_monitor_is_opened_by_the_first_save_and_by_no_later_one(ranks: Ranks) -> None:

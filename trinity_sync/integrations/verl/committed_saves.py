@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Protocol, TypeAlias, TypedDict
+from typing import NamedTuple, Protocol, TypeAlias, TypedDict
 
 from trinity_sync.actors.monitor_client import MonitorClient
 from trinity_sync.actors.pending import ANSWER_S
@@ -29,9 +29,10 @@ from trinity_sync.checkpoint.folder.catalog import has_written
 from trinity_sync.checkpoint.folder.contents import read_tracker, step_dir
 from trinity_sync.errors import ConfigError, RunError, WaitTimeout
 from trinity_sync.integrations.verl.at_exit import Saves
-from trinity_sync.integrations.verl.local_run import RunMonitor
+from trinity_sync.integrations.verl.local_run import RunMonitor, is_in_memory
 from trinity_sync.integrations.verl.ranks import together
 from trinity_sync.integrations.verl.reading import held_throughout, hold, step_at
+from trinity_sync.integrations.verl.vendor import say
 from trinity_sync.protocol.parts import FULL, STATE_DICT, CommitMeta, Kind, beside_file, beside_part, is_beside
 from trinity_sync.sync import Synchronizer
 
@@ -86,6 +87,14 @@ class SaveCopies(Protocol):
         """Block until the state may change. Raises WaitTimeout."""
 
 
+class SaveFolder(NamedTuple):
+    """A checkpoint folder, or that of the states in memory, as one manager uses it."""
+
+    monitor: RunMonitor
+    coordinator: CheckpointCoordinator
+    commits: Commits
+
+
 class CommittedSaves(Saves):
     """The base of our checkpoint managers. Stands before verl's class among the bases, which sets `rank` and
     `world_size`; see `FSDPCheckpointManager` for the arguments.
@@ -124,12 +133,14 @@ class CommittedSaves(Saves):
         self._limit: int | None = None  # verl's max_ckpt_to_keep of the newest full save
         # Of a program without a checkpoint folder at its start: `_open` fills them at the first save.
         self._opens = opens
+        self._folders: dict[bool, SaveFolder] = {}  # by whether it holds states in memory
+        self._in_memory: bool | None = None
         self._last_loaded: str | None = None  # a path
         self._root: Path | None = None
         self._trainer_files: TrainerFiles | None = None
         self._synchronizer = None if opens is not None else _synchronizer(ray_namespace)
         if opens is None:
-            self._use(RunMonitor.in_namespace(ray_namespace, timeout_s))
+            self._use(self._folder(RunMonitor.in_namespace(ray_namespace, timeout_s)))
 
     # ---- what differs from engine to engine
 
@@ -161,22 +172,30 @@ class CommittedSaves(Saves):
     # ---- the run
 
     def _open(self, local_path: str) -> None:
-        """Open the monitor at the first save. Collective then."""
-        if self._opens is not None and self._root is None:
-            self._use(self._opens(local_path, self._last_loaded, self._timeout_s))
+        """Use the folder of a save; the first save there opens its monitor. Collective then."""
+        in_memory = is_in_memory(local_path)
+        if self._opens is None or in_memory == self._in_memory:
+            return
+        if in_memory not in self._folders:
+            self._folders[in_memory] = self._folder(self._opens(local_path, self._last_loaded, self._timeout_s))
             files = together("name the files that the trainer writes", lambda: self.trainer_file)
             self._trainer_parts = name_trainer_parts(files)
-            if self._root is not None:
-                self._trainer_files = TrainerFiles(self._monitor, self._attempt, self._root, self._timeout_s)
+        self._use(self._folders[in_memory])
+        self._in_memory = in_memory
+        if self._root is not None:
+            self._trainer_files = TrainerFiles(self._monitor, self._attempt, self._root, self._timeout_s)
 
-    def _use(self, monitor: RunMonitor) -> None:
+    def _folder(self, monitor: RunMonitor) -> SaveFolder:
+        coordinator = CheckpointCoordinator(
+            monitor.handle, job_id=f"rank-{self.rank}", timeout_s=self._timeout_s, attempt=monitor.attempt
+        )
+        return SaveFolder(monitor, coordinator, Commits(monitor.client, monitor.attempt, self._timeout_s))
+
+    def _use(self, folder: SaveFolder) -> None:
+        monitor, self._coordinator, self._commits = folder
         self._monitor = monitor.client
         self._root, self._attempt = monitor.root, monitor.attempt
         self._roles, self._durable = list(monitor.roles), monitor.durable
-        self._coordinator = CheckpointCoordinator(
-            monitor.handle, job_id=f"rank-{self.rank}", timeout_s=self._timeout_s, attempt=self._attempt
-        )
-        self._commits = Commits(self._monitor, self._attempt, self._timeout_s)
 
     # ---- saving
 
@@ -192,8 +211,9 @@ class CommittedSaves(Saves):
     def _begin_save(
         self, local_path: str, step: int, kind: Kind, names: list[str], max_ckpt_to_keep: int | None
     ) -> None:
+        if self._opens is None or self._in_memory is not None:
+            self._check_earlier(step)  # in the folder of the earlier save
         self._open(local_path)
-        self._check_earlier(step)
         if kind == FULL:
             self._limit = max_ckpt_to_keep
         if self._step != step:
@@ -257,7 +277,7 @@ class CommittedSaves(Saves):
             self._coordinator.save_async(name, write, step, name in WEIGHTS, part=part, on_failure=give_up)
 
     def _check_earlier(self, step: int) -> None:
-        """Wait until earlier saves are written; raise on every rank if one failed."""
+        """Wait until earlier saves are written; raise on every rank if one failed, except of a state in memory."""
 
         def check() -> None:
             self._finish_writing()
@@ -265,9 +285,12 @@ class CommittedSaves(Saves):
 
         try:
             together(f"save step {step}, because an earlier save failed", check)
-        except RunError:
+        except RunError as error:
             self._forget()
-            raise
+            if not self._in_memory:
+                raise
+            if self.rank == 0:
+                say(f"a state in memory is lost: {error}")
 
     def _begin(self, local_path: str, step: int, kind: Kind, todo: list[str]) -> tuple[Path, Path]:
         """Return the folder of the files and the step's staging folder above it. Rank 0 announces the parts."""
@@ -407,7 +430,9 @@ class CommittedSaves(Saves):
         if new_path not in self.previous_saved_paths:
             self.previous_saved_paths.append(new_path)
         if max_ckpt_to_keep is not None and max_ckpt_to_keep > 0:
-            self._monitor.prune(max_ckpt_to_keep).result(self._timeout_s)
+            # A later save may use the other folder already.
+            monitor = self._folders[is_in_memory(new_path)].monitor.client if self._folders else self._monitor
+            monitor.prune(max_ckpt_to_keep).result(self._timeout_s)
         self.previous_saved_paths = [path for path in self.previous_saved_paths if Path(path).exists()]
 
     def _forget(self) -> None:

@@ -11,7 +11,7 @@ import socket
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
@@ -22,7 +22,9 @@ from trinity_sync.actors.monitor_client import MonitorClient
 from trinity_sync.actors.pending import CallChannel
 from trinity_sync.checkpoint import daemon
 from trinity_sync.checkpoint.daemon import connect, wait_until_ended
-from trinity_sync.checkpoint.folder.contents import step_of
+from trinity_sync.checkpoint.folder.contents import step_dir, step_of
+from trinity_sync.checkpoint.folder.owner import Owner, read_mark
+from trinity_sync.checkpoint.memory_states import holds_states
 from trinity_sync.checkpoint.monitor import ACTOR_NAME, MonitorConfig
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.host.threads import comes_true
@@ -102,7 +104,7 @@ def join_run(
             address=program.address,
         )
         found.append(RunMonitor.of(handle, timeout_s))
-        if first and under_ray():
+        if first and under_ray() and not holds_states(Path(root)):
             internal_kv()._internal_kv_put(_CHECKPOINTS + program.word, str(Path(root).absolute()))
 
     mark = Path(root, f".shared-{secrets.token_hex(8)}")
@@ -144,16 +146,38 @@ def open_monitor(
     Collective.
 
     Checkpoints later than the loaded step become ``abandoned-*``: all of them if the loaded step is from another folder
-    or a renamed copy. Raises ConfigError, RunError. `timeout_s`: limit of each wait, seconds.
+    or a renamed copy. For a state in memory this is done in the checkpoint folder, whose attempt is that of the states.
+    Raises ConfigError, RunError. `timeout_s`: limit of each wait, seconds.
     """
     saved = _split(local_path)
     if saved is None:
         raise ConfigError(f"{local_path} is in no folder global_step_N, as checkpoints of verl's trainers are")
-    root, _ = saved
+    root, saved_step = saved
+    if holds_states(root):
+        mark = together("find the states in memory", lambda: _mark_of_states(root))[dist.get_rank()]
+        beside = open_monitor(str(step_dir(Path(mark.folder), saved_step)), loaded, timeout_s, policies=policies)
+        config = MonitorConfig(timeout_s=timeout_s, attempt=beside.attempt)
+        return replace(join_run(root, resume_step=0, timeout_s=timeout_s, config=config), beside=beside)
     place, step = (_split(loaded) if loaded is not None else None) or (None, 0)
     resume_step = step if place is not None and _same(place, root) else 0
     config = MonitorConfig(timeout_s=timeout_s, policies=policies)
     return join_run(root, resume_step=resume_step, timeout_s=timeout_s, config=config)
+
+
+def _mark_of_states(root: Path) -> Owner:
+    mark = read_mark(root)
+    if mark is None:
+        raise ConfigError(
+            f"{root}, where the trainer keeps states in memory, is not on {socket.gethostname()}: states in memory are "
+            "for programs on one machine"
+        )
+    return mark
+
+
+def is_in_memory(local_path: str) -> bool:
+    """Return whether a place is that of a state in memory."""
+    place = _split(local_path)
+    return place is not None and holds_states(place[0])
 
 
 def _same(one: Path, other: Path) -> bool:
@@ -258,6 +282,7 @@ class RunMonitor:
     # The places in a step's folder that a full checkpoint has to have; empty: the announced parts are enough.
     roles: Sequence[str]
     durable: bool  # whether commits are fsynced
+    beside: RunMonitor | None = None  # of states in memory: the monitor of the checkpoint folder, which lives as long
 
     @classmethod
     def of(cls, handle: ActorHandle | CallChannel, timeout_s: float) -> RunMonitor:

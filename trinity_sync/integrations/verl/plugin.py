@@ -54,10 +54,11 @@ def _engines(module: ModuleType) -> None:
     engine_registry.register(module)
 
 
-def _start_line(module: ModuleType) -> None:
-    from trinity_sync.integrations.verl import program_start
+def _trainers(module: ModuleType) -> None:
+    from trinity_sync.integrations.verl import memory_saves, program_start
 
     program_start.register(module)
+    memory_saves.register(module)
 
 
 def _weight_sync(_: ModuleType) -> None:
@@ -82,9 +83,11 @@ _HOOKS: dict[str, Callable[[ModuleType], None]] = {
     "verl.workers.engine.fsdp.transformer_impl": _engines,
     "verl.workers.engine.megatron.transformer_impl": _engines,
     "verl.utils.checkpoint.checkpoint_manager": _resume,
-    "verl.utils.checkpoint.checkpoint_handler": _start_line,
-    "verl.trainer.ppo.v1.trainer_base": _start_line,
-    "verl.trainer.ppo.ray_trainer": _start_line,
+    "verl.utils.checkpoint.checkpoint_handler": _trainers,
+    "verl.trainer.ppo.v1.trainer_base": _trainers,
+    "verl.trainer.ppo.ray_trainer": _trainers,
+    "verl.trainer.sft_trainer": _trainers,
+    "verl.trainer.sft_trainer_ray": _trainers,
     "verl.utils.hdfs_io": _remote_copies,
     "ray": _driver,
 }

@@ -2,7 +2,8 @@
 
 `plugin` puts these functions in place of verl's. All of verl's trainers call ``find_latest_ckpt_path`` when
 `resume_mode` is ``auto``. verl's function trusts the tracker, which its trainers write before a checkpoint is whole;
-ours returns the newest checkpoint that verifies. Nothing on disk is changed here.
+ours returns the newest checkpoint that verifies, which may be a state in memory that is brought to the folder. Nothing
+else on disk is changed here.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from trinity_sync.checkpoint.daemon import wait_until_ended
 from trinity_sync.checkpoint.folder.contents import step_dir
 from trinity_sync.checkpoint.folder.resume_point import check_all_seen, find
 from trinity_sync.errors import RunError, TrinityError, WaitTimeout
+from trinity_sync.integrations.verl import memory_saves
 from trinity_sync.integrations.verl.vendor import RETENTION, say
 
 if TYPE_CHECKING:
@@ -65,6 +67,8 @@ def newest(root: Path) -> Path | None:
     try:
         wait_until_ended(root, timeout_s=_ENDS_S, on_wait=say)
         found = find(root, of_verl=True, skip_unreadable=skip_missing, say=say)
+        if memory_saves.bring(root, found):
+            found = find(root, of_verl=True, skip_unreadable=skip_missing)
         if not skip_missing:
             check_all_seen(root, found, ())
     except TrinityError as error:

@@ -12,6 +12,12 @@ VENDOR = "trinity"
 RETENTION = "TRINITY_SYNC_RETENTION"
 """The variable with retention policies, such as ``keep_last.n=2 keep_every.steps=100``."""
 
+MEMORY_INTERVAL = "TRINITY_SYNC_MEMORY_INTERVAL"
+"""The variable with the steps between states in memory."""
+
+SHM_DIR = "TRINITY_SYNC_SHM_DIR"
+"""The variable with the place of states in memory."""
+
 TESTED = (0, 9)
 """The version of verl for which the plug-in is written and tested, without its last part."""
 

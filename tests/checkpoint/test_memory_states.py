@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from tests.checkpoint.helpers import commit
+from trinity_sync.checkpoint import memory_states as module
 from trinity_sync.checkpoint.folder import catalog
 from trinity_sync.checkpoint.folder.owner import Owner, write_mark
+from trinity_sync.checkpoint.memory_states import MemoryStates, memory_states
 from trinity_sync.config import Config, compose, typed
 from trinity_sync.errors import ConfigError, RunError
-from trinity_sync.launch import memory_states as module
-from trinity_sync.launch.memory_states import MemoryStates, memory_states
 from trinity_sync.weights.slots import remove_stale
 
 

@@ -13,27 +13,30 @@ import shutil
 import socket
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from trinity_sync.checkpoint.folder import catalog
 from trinity_sync.checkpoint.folder.catalog import CheckpointInfo
 from trinity_sync.checkpoint.folder.lock import has_no_monitor, locked
 from trinity_sync.checkpoint.folder.owner import Owner, read_mark, write_mark
 from trinity_sync.checkpoint.mirror.run_mirror import MirrorSettings, RunMirror
-from trinity_sync.config import Config
 from trinity_sync.errors import ConfigError, RunError, TrinityError, WaitTimeout
 from trinity_sync.host.interrupts import wait_until
-from trinity_sync.weights.slots import KeptFolder, SegmentError, kept_folder
+from trinity_sync.weights.slots import KeptFolder, SegmentError, kept_folder, kept_path
+
+if TYPE_CHECKING:
+    from trinity_sync.config import Config
 
 KEY = "checkpoint.memory_interval"
 _MONITOR_S, _REST_S = 10.0, 1.0
-_ATTEMPT = "attempt-"
+_NAME, _ATTEMPT = "states-", "attempt-"
 
 
 class MemoryStates:
-    """The states of a run, over the attempts of a program.
+    """The states of a run, over the attempts of a program. `key`: the setting by which it keeps them.
 
     Attributes:
         owner: the run.
@@ -41,9 +44,9 @@ class MemoryStates:
         root: the folder of the attempt under way.
     """
 
-    def __init__(self, kept: KeptFolder) -> None:
-        self._kept = kept
-        self.owner: Owner | None = None
+    def __init__(self, kept: KeptFolder, owner: Owner | None = None, key: str = KEY) -> None:
+        self._kept, self._key = kept, key
+        self.owner = owner
         self.begun = False
         self.root = kept.path
 
@@ -59,8 +62,8 @@ class MemoryStates:
             if self.owner is None or mark is None or mark.run != self.owner.run:
                 named = "none" if mark is None else f"{mark.run}, {mark}"
                 print(f"the states in {root} are not used: their run is {named}", file=sys.stderr)
-            elif (step := _bring(root, checkpoints, newest, self.owner)) is not None:
-                print(f"the state of step {step} was in memory ({KEY})", file=sys.stderr)
+            elif (step := _bring(root, checkpoints, newest, self.owner, self._key)) is not None:
+                print(f"the state of step {step} was in memory ({self._key})", file=sys.stderr)
                 return step
         return None
 
@@ -78,7 +81,7 @@ class MemoryStates:
         assert self.owner is not None, "the launcher has set it"
         for folder in self._folders():
             shutil.rmtree(folder, ignore_errors=True)
-        self.root = self._kept.path / f"{_ATTEMPT}{number}"
+        self.root = self._kept.path / _attempt_name(number)
         self.root.mkdir(exist_ok=True)
         self.begun, self._kept.stays = True, False
         with locked(self.root, Path(self.owner.folder)):
@@ -91,9 +94,9 @@ class MemoryStates:
         return sorted(found, key=lambda path: int(path.name.removeprefix(_ATTEMPT)), reverse=True)
 
 
-def _bring(root: Path, checkpoints: Path, newest: CheckpointInfo | None, owner: Owner) -> int | None:
+def _bring(root: Path, checkpoints: Path, newest: CheckpointInfo | None, owner: Owner, key: str) -> int | None:
     told: list[str] = []
-    place = RunMirror(str(root), MirrorSettings(key=KEY, tries=2), owner, say=told.append)
+    place = RunMirror(str(root), MirrorSettings(key=key, tries=2), owner, say=told.append)
     try:
         step = place.fetch_newer(checkpoints, newest)
         cause = "; ".join(told)
@@ -103,7 +106,7 @@ def _bring(root: Path, checkpoints: Path, newest: CheckpointInfo | None, owner: 
     if sound is not None and (newest is None or (sound.attempt or 0, sound.step) > (newest.attempt or 0, newest.step)):
         raise RunError(
             f"the state of step {sound.step} is in memory and cannot be copied to {checkpoints}: {cause}. It stays "
-            f"there; {KEY}=0 goes on without it"
+            f"there; {key}=0 goes on without it"
         )
     for text in told if step is None else ():
         print(f"the states in memory: {text}", file=sys.stderr)
@@ -119,12 +122,35 @@ def memory_states(cfg: Config, run: Path) -> Iterator[MemoryStates | None]:
     with contextlib.ExitStack() as stack:
         states = None
         if cfg.checkpoint.memory_interval:
-            key = f"{socket.gethostname()} {run.resolve()}"  # containers may share the memory and have the same paths
-            name = f"states-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
             try:
-                states = MemoryStates(stack.enter_context(kept_folder(Path(cfg.sync.shm_dir).absolute(), name)))
+                states = MemoryStates(stack.enter_context(states_folder(run, Path(cfg.sync.shm_dir).absolute())))
             except SegmentError as error:
                 raise ConfigError(f"{KEY}: {error}") from error
             except (OSError, WaitTimeout) as error:
                 print(f"no state is kept in memory ({KEY}): {error}", file=sys.stderr)
         yield states
+
+
+def states_folder(place: Path, root: Path) -> AbstractContextManager[KeptFolder]:
+    """Lock the folder of the states of one place under `root` for a block; see `kept_folder`."""
+    return kept_folder(root, _name_of(place))
+
+
+def states_path(place: Path, root: Path) -> Path:
+    """Return the folder of the first attempt of `states_folder`."""
+    return kept_path(root, _name_of(place)) / _attempt_name(0)
+
+
+def holds_states(root: Path) -> bool:
+    """Return whether a checkpoint folder is one of states."""
+    folder = root.parent
+    return folder.name.startswith(_NAME) and folder == kept_path(folder.parent.parent, folder.name)
+
+
+def _attempt_name(number: int) -> str:
+    return f"{_ATTEMPT}{number}"
+
+
+def _name_of(place: Path) -> str:
+    key = f"{socket.gethostname()} {place.resolve()}"  # containers may share the memory and have the same paths
+    return f"{_NAME}{hashlib.sha256(key.encode()).hexdigest()[:16]}"
