@@ -274,6 +274,7 @@ _VALUES = [
         says=["cluster.temp_dir", "sockets lie below it"],
     ),
     Bad(given=["cluster.start_timeout_s=0"], says=["cluster.start_timeout_s is 0"]),
+    Bad(given=["cluster.rejoin_s=-1"], says=["cluster.rejoin_s is -1"]),
     Bad(given=["hydra.run.dir=f/run"], files={"f": ""}, says=["f", "hydra.run.dir"]),
     Bad(given=["hydra.run.dir=/proc/run"], says=["/proc/run"]),
 ]

@@ -24,7 +24,7 @@ NEWEST = Version(0, 5)
 
 
 class StandIn:
-    """Samples that depend on step, prompt and version only, as an explorer's do.
+    """Samples that depend on step, prompt and version, and in a last digit on the batch, as an explorer's do.
 
     It dies in the method whose name stands first in ``<spec.log_dir>/<name>``, a name a line; its successor finds
     the rest.
@@ -87,7 +87,7 @@ class StandIn:
                 sample=number,
                 prompt_ids=(1, prompt.index),
                 response_ids=(step, prompt.index, number),
-                log_probs=(-1.0, -2.0, -3.0),
+                log_probs=(-1.0, -2.0, -float(len(prompts))),
                 version=self._held,
                 reward=float(number),
                 exact=None,

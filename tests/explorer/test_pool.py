@@ -99,6 +99,7 @@ class Pools:
         base: str | None = None,
         engine: Mapping[str, Any] | None = None,
         kept: Mapping[str, LiveExplorer] | None = None,
+        present: int | None = None,
     ) -> ExplorerPool:
         fixed: dict[str, Any] = {
             "engine": dict(engine or {}),
@@ -127,6 +128,7 @@ class Pools:
             on_generated=self.generated.append,
             start_agent=start_agent,
             kept=kept,
+            present=present,
             on_kept=lambda name, lives: (self.lived_on.add if lives else self.lived_on.discard)(name),
         )
         self.made.append(pool)
@@ -263,6 +265,36 @@ def test_a_share_that_was_finished_before_is_taken_from_the_journal_and_the_othe
         found = pool.generate(7, PROMPTS, 2, deliver, journal=journal(attempt).of_step(7, "digest"))
         assert list(found) == list(whole)
         assert [one.explorer for one in pools.generated] == asked
+
+
+def test_fewer_explorers_make_the_samples_that_all_would_make_share_by_share(pool: ExplorerPool, pools: Pools) -> None:
+    fewer = pools.make(replicas=2, present=1, max_restarts=1)
+    for one in (pool, fewer):
+        one.load(FIRST, deliver)
+    expected = list(pool.generate(7, PROMPTS, 2, deliver))
+    pools.generated.clear()
+    pools.tell_to_die("explorer-0", "generate")
+    assert list(fewer.generate(7, PROMPTS, 2, deliver)) == expected
+    first, second = pools.generated
+    assert {one.explorer for one in (first, second)} == {"explorer-0"}
+    assert first.began + first.total_s <= second.began, "it makes one share after the other"
+
+
+def test_explorers_that_make_several_shares_have_the_time_for_each(
+    pools: Pools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fewer = pools.make(replicas=3, present=2, max_restarts=0)
+    fewer.load(FIRST, deliver)
+    limits: list[float] = []
+
+    def watched(calls: list[Call[Any]], limit_s: float, **given: Any) -> list[Any]:
+        limits.append(limit_s)
+        return results(calls, limit_s, **given)
+
+    monkeypatch.setattr(pool_module, "results", watched)
+    fewer.generate(7, PROMPTS, 1, deliver)
+    fewer.generate(7, PROMPTS[:2], 1, deliver)
+    assert limits == [2 * LIMIT, LIMIT]
 
 
 @pytest.mark.parametrize("how", [deliver, deliver_to_the_living], ids=["each by itself", "in rounds"])

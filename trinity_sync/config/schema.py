@@ -501,6 +501,7 @@ class ClusterConfig:
     temp_dir: str | None = MISSING
     forks: bool = MISSING
     start_timeout_s: float = seconds(more_than=0)
+    rejoin_s: float = seconds(at_least=0)
     metrics: bool = MISSING
 
 

@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import cycle
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -74,6 +75,8 @@ class ExplorerPool:
         kept: explorers that the pool of the attempt before has handed over, with the same spec. One that does not join,
             or does not load its first version, is started anew, which does not count as a restart.
         on_kept: called with each of these that has joined, and True; with an explorer that ends, and False.
+        present: number of explorers; None: `replicas`. Prompts are divided into `replicas` shares all the same, as
+            samples may depend on the batch in which they are made; some explorers then make several, in turn.
     """
 
     def __init__(
@@ -91,8 +94,10 @@ class ExplorerPool:
         start_agent: Callable[[str], AgentClient | None] = lambda node: None,
         kept: Mapping[str, LiveExplorer] | None = None,
         on_kept: Callable[[str, bool], None] = lambda name, lives: None,
+        present: int | None = None,
     ) -> None:
         self.spec = spec
+        self._replicas = replicas
         self._synchronizer = synchronizer
         self._num_gpus = num_gpus
         self._restarts_left = max_restarts
@@ -110,7 +115,7 @@ class ExplorerPool:
         self._closes = False
         self._members: dict[str, RoundMember] = {}
         self._processes: dict[str, ExplorerProcess] = {}  # of connected explorers
-        names = [f"explorer-{index}" for index in range(replicas)]
+        names = [f"explorer-{index}" for index in range(replicas if present is None else present)]
         kept = kept or {}
         self._kept = {name for name in names if name in kept}  # that have not loaded a version in this attempt
         self.clients = {
@@ -269,21 +274,24 @@ class ExplorerPool:
         """Have all explorers generate for the prompts of a step; return the samples sorted by prompt and sample.
         `journal`: has the samples of shares that were finished before.
         """
-        shares = dict(zip(self.clients, assign(len(prompts), len(self.clients)), strict=True))
-        finished: dict[str, SampleBatch] = {}
-        for name, share in shares.items():
-            found = journal.find([prompts[i].index for i in share]) if journal is not None and len(share) else None
+        shares = [share for share in assign(len(prompts), self._replicas) if share]
+        makers = dict(zip(shares, cycle(self.clients), strict=False))
+        limit_s = self._timeout_s * -(-len(shares) // len(self.clients))
+        finished: dict[range, SampleBatch] = {}
+        for share in shares:
+            found = journal.find([prompts[i].index for i in share]) if journal is not None else None
             if found is not None:
-                finished[name] = found
+                finished[share] = found
         while True:
-            began = time.time()
-            calls = [
-                client.generate(step, [prompts[i] for i in shares[name]], samples_per_prompt, drawing)
-                for name, client in self.clients.items()
-                if len(shares[name]) and name not in finished
-            ]
+            calls = {
+                self.clients[name].generate(step, [prompts[i] for i in share], samples_per_prompt, drawing): share
+                for share, name in makers.items()
+                if share not in finished
+            }
+            began = dict.fromkeys(self.clients, time.time())
+            on_answer = partial(self._on_answer, step, began, finished, calls, journal)
             try:
-                results(calls, self._timeout_s, on_answer=partial(self._on_answer, step, began, finished, journal))
+                results([*calls], limit_s, on_answer=on_answer)
             except DeathError as death:
                 if death.who not in self.clients:
                     raise
@@ -328,16 +336,19 @@ class ExplorerPool:
     def _on_answer(
         self,
         step: int,
-        began: float,
-        finished: dict[str, SampleBatch],
+        began: dict[str, float],
+        finished: dict[range, SampleBatch],
+        shares: Mapping[Call[SampleBatch], range],
         journal: StepJournal | None,
         call: Call[SampleBatch],
     ) -> None:
-        finished[call.who] = call.result(_ANSWERED_S)
+        batch = finished[shares[call]] = call.result(_ANSWERED_S)
         if journal is not None:
-            journal.append(finished[call.who])
+            journal.append(batch)
         assert self._held is not None, "explorers load before they generate"
-        self._on_generated(_generated(call.who, step, self._held.step, began, time.time()))
+        ended_at = time.time()
+        self._on_generated(_generated(call.who, step, self._held.step, began[call.who], ended_at))
+        began[call.who] = ended_at  # of its next share
 
     def replace(self, name: str, why: Exception) -> bool:
         """Restart an explorer that is dead, hangs or cannot load. Any thread; the others go on. Returns False if no

@@ -37,7 +37,7 @@ from trinity_sync.host import interrupts
 from trinity_sync.host.channel import SECRET_BYTES
 from trinity_sync.host.interrupts import REST_S, interrupted, left, shielded
 from trinity_sync.host.logs import story
-from trinity_sync.launch.cluster import Cluster
+from trinity_sync.launch.cluster import Cluster, room_for
 from trinity_sync.launch.kept_explorers import KeptExplorers
 from trinity_sync.launch.row_scan import NOTHING, ScannedTask
 from trinity_sync.launch.start import Start
@@ -45,6 +45,7 @@ from trinity_sync.protocol.parts import MANIFEST, VersionBytes
 from trinity_sync.tracking.events import Event, FaultEvent, OtherEvent, parse_event
 from trinity_sync.tracking.recorder import Recorder
 from trinity_sync.tracking.run_record import RunFolder
+from trinity_sync.tracking.units import plural
 from trinity_sync.trainer.algorithms.base import algorithm_of
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ if TYPE_CHECKING:
 
 _PEAK_MEMORY_S = 5.0
 """Timeout for the actors' memory figures at the end of a run."""
+_FREED_S = 10.0
+"""Time for Ray to end the processes of the attempt before, whose room the explorers need."""
 
 
 class _MemoryReporter(Protocol):
@@ -90,6 +93,7 @@ class Preparation:
     store: RunMirror | None = None
     kept: KeptExplorers | None = None  # None: explorers end with the attempt
     states: MemoryStates | None = None  # None: there are none in memory
+    heals: bool = False  # the attempt before has lost a process
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,6 +138,7 @@ class Actors:
         self._cluster = setup.cluster
         self._run_key = setup.run_key
         self._use_gpu = setup.use_gpu
+        self._heals = setup.heals
         self._kept = setup.kept if cfg.cluster.address is None else None
         self._worker = worker
         self._logs = str(folder.logs)
@@ -392,6 +397,7 @@ class Actors:
         return ExplorerPool(
             spec,
             replicas=cfg.explorer.replicas,
+            present=self._explorers_with_room(spec.processes),
             synchronizer=self.synchronizer,
             num_gpus=1.0 if self._use_gpu else 0.0,
             max_restarts=cfg.explorer.max_restarts,
@@ -405,6 +411,31 @@ class Actors:
             kept=None if self._kept is None else self._kept.take(spec),
             on_kept=self._recorder.lives_on,
         )
+
+    def _explorers_with_room(self, processes: int) -> int:
+        """Return the number of explorers to start; fewer than the settings' where a node of an existing cluster was
+        lost, and does not come back in time. The ranks have their room by now.
+        """
+        cluster, wanted, ranks = self._cfg.cluster, self._cfg.explorer.replicas, self._cfg.backend.ranks
+        if cluster.address is None or not self._heals:
+            return wanted
+        limit_s = max(cluster.rejoin_s, _FREED_S)
+        gpus = processes if self._use_gpu else 0
+        explorers = plural(wanted, "explorer")
+        self._phase(f"waiting at most {limit_s:g} s for room for {explorers} (cluster.rejoin_s)")
+        found = room_for(wanted, {"CPU": 1.0, **({"GPU": float(gpus)} if gpus else {})}, limit_s)
+        if found < wanted:
+            there = f"{ranks + found} of {ranks + wanted} processors"
+            if gpus:
+                there += f" and {ranks + gpus * found} of {ranks + gpus * wanted} GPUs"
+            later = "" if found else f" once it has room, within cluster.start_timeout_s={cluster.start_timeout_s:g}"
+            self._recorder.fault(
+                "the cluster",
+                f"it has room for {found} of {explorers} after {limit_s:g} s (cluster.rejoin_s): {there} that the run "
+                f"needs. The run goes on with {plural(max(found, 1), 'explorer')}{later}; if it has to go on once "
+                "more, it asks for all again",
+            )
+        return max(found, 1)
 
     def _make_model(self) -> None:
         """Make the initial model of ranks and explorers. A resumed run has it already, but one that starts again may

@@ -11,6 +11,7 @@ import os
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -111,6 +112,25 @@ def has_gpus(address: str) -> bool:
         return bool(ray.cluster_resources().get("GPU", 0) > 0)
     finally:
         local_ray.shut_down(None)
+
+
+def room_for(count: int, bundle: Mapping[str, float], limit_s: float) -> int:
+    """Wait until the cluster has room for `count` processes, each of which takes a bundle of resources; return for how
+    many it has room at the limit. Ray itself is asked to reserve it, as it alone knows what is free and where.
+    """
+    from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
+
+    from trinity_sync.trainer.group import is_placed
+
+    deadline = time.monotonic() + limit_s
+    groups = [placement_group([dict(bundle)]) for _ in range(count)]
+    try:
+        for group in groups:
+            is_placed(group, deadline - time.monotonic())
+        return sum(placement_group_table(group)["state"] == "CREATED" for group in groups)
+    finally:
+        for group in groups:
+            remove_placement_group(group)
 
 
 def _join(address: str, **options: object) -> None:

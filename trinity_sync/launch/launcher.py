@@ -70,9 +70,12 @@ _TIDY_S = 1.0
 
 
 class Healer(Protocol):
-    """Decides whether an attempt follows a failed one; `healing.RestartPolicy`. `kept`: explorers kept until then."""
+    """Decides whether an attempt follows a failed one; `healing.RestartPolicy`. `kept`: explorers kept until then.
+    `on_gpus`: whether an attempt has used GPUs.
+    """
 
     kept: KeptExplorers
+    on_gpus: bool
 
     def heals(self, error: BaseException | None) -> bool: ...
 
@@ -174,9 +177,10 @@ def run(
                     stop=stop,
                     kept=None if healing is None else healing.kept,
                     states=states,
+                    heals=healing is not None and healing.event(start.step) is not None,
                 )
                 with failing_of_it():
-                    _run(job or Job, config, prepared, threads)
+                    _run(job or Job, config, prepared, threads, healing)
         except KeyboardInterrupt:
             return 130
         except Exception as error:
@@ -307,9 +311,18 @@ def _threads() -> int:
     return int(given)
 
 
-def _run(job_class: type[Job], config: RunConfig, prepared: Preparation, threads: int) -> None:
+def _uses_gpu(cfg: Config, healing: Healer | None) -> bool:
+    """Return whether an attempt uses GPUs: one that follows another stays on them where their nodes are lost."""
+    address, before = cfg.cluster.address, healing is not None and healing.on_gpus
+    found = accelerator_count() > 0 or (address is not None and (before or has_gpus(address)))
+    if healing is not None:
+        healing.on_gpus = found
+    return found
+
+
+def _run(job_class: type[Job], config: RunConfig, prepared: Preparation, threads: int, healing: Healer | None) -> None:
     cfg, recorder = config.settings, prepared.recorder
-    use_gpu = accelerator_count() > 0 or (cfg.cluster.address is not None and has_gpus(cfg.cluster.address))
+    use_gpu = _uses_gpu(cfg, healing)
     env = {
         "OMP_NUM_THREADS": str(threads),
         "TOKENIZERS_PARALLELISM": "false",

@@ -6,6 +6,7 @@ import os
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from math import ceil
 from pathlib import Path
 from typing import Protocol, TypeVar
 
@@ -18,6 +19,7 @@ from trinity_sync.actors.pending import failures_logged
 from trinity_sync.actors.rank_client import RankClient, RankInfo
 from trinity_sync.config import load
 from trinity_sync.errors import WaitTimeout
+from trinity_sync.host.interrupts import wait_until
 from trinity_sync.host.logs import own_log
 from trinity_sync.trainer.worker_spec import WorkerSpec
 
@@ -80,12 +82,19 @@ class TrainerGroup:
         return partial(results, [ask(rank) for rank in self.ranks])
 
 
+def is_placed(group: PlacementGroup, limit_s: float) -> bool:
+    """Wait until Ray has placed a group; return whether it has at the limit. Ray waits for whole seconds, and Python
+    handles no signal meanwhile.
+    """
+    return wait_until(lambda slice_s: group.wait(ceil(slice_s)), limit_s)
+
+
 def _reserve(process_on_nodes: Sequence[int], use_gpu: bool, timeout_s: float) -> list[PlacementGroup]:
     """Reserve processors (and GPUs) for the ranks of each node, in the order of the nodes' addresses."""
     bundle = {"CPU": 1.0, **({"GPU": 1.0} if use_gpu else {})}
     groups = [placement_group([bundle] * ranks, strategy="STRICT_PACK") for ranks in process_on_nodes]
     for group, ranks in zip(groups, process_on_nodes, strict=True):
-        if not group.wait(timeout_s):
+        if not is_placed(group, timeout_s):
             each = "a processor and a GPU" if use_gpu else "a processor"
             for unused in groups:
                 remove_placement_group(unused)
