@@ -285,6 +285,96 @@ def test_a_free_run_that_is_healed_trains_on_the_same_batches_again(folder: Path
     assert len(before) > 10
 
 
+SLOW_REWARD = """import time
+
+
+def judge(prompt, response):
+    time.sleep(0.05)
+    return float(len(response))
+"""
+
+
+@pytest.fixture
+def slow_explorers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Sequence[str]:
+    """The settings of a free run whose explorers are not done when a rank dies."""
+    (tmp_path / "slow_rewards.py").write_text(SLOW_REWARD)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt": f"{number}=", "answer": ""}) + "\n" for number in range(200)))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    task = ("task=jsonl", f"task.path={prompts}", "task.reward._target_=slow_rewards.judge", "task.response_length=3")
+    ahead = ("sync.max_staleness=30", "samples.buffer=40", "trainer.steps=30", "checkpoint.interval=100")
+    return (*FREE, *task, *ahead, "samples.record_interval=1", "samples.record_groups=4")
+
+
+@pytest.mark.all
+def test_explorers_of_a_free_run_generate_while_it_is_healed_and_its_steps_use_the_samples(
+    folder: Path, slow_explorers: Sequence[str]
+) -> None:
+    started = start(folder, *slow_explorers)
+    started.wait_for_event(lambda event: event["event"] == "publish" and event["version"] >= 5)
+    os.kill(started.pid_of("trainer-rank-0"), signal.SIGKILL)
+    run = started.finish()
+    assert_sound(run, 30, bound=30)
+    (heal,) = run.events("heal")
+    assert heal["kept"] == "explorer-0, explorer-1"
+    assert heal["made"] > 0
+    journaled = sum(line.get("samples/journaled", 0.0) for line in run.lines("metrics.jsonl")) / 4
+    assert journaled >= 4 * heal["lost"] + heal["made"], "each was trained on"
+    places = {(line["for_step"], line["prompt"], line["step"]) for line in run.lines("samples.jsonl")}
+    assert len({place[:2] for place in places}) == len(places) == 4 * 30, "none was trained on twice"
+    assert f"{heal['made']} groups of samples made meanwhile" in (run.folder / "logs/driver.log").read_text()
+    assert_ended_clean(run, started.process.pid)
+
+
+@pytest.mark.all
+@pytest.mark.parametrize("restarts", [1, 3])
+def test_another_death_while_explorers_generate_is_healed_or_ends_the_run(
+    folder: Path, slow_explorers: Sequence[str], restarts: int
+) -> None:
+    started = start(folder, *slow_explorers, f"trainer.max_restarts={restarts}")
+    started.wait_for_event(lambda event: event["event"] == "publish" and event["version"] >= 5)
+    os.kill(first := started.pid_of("trainer-rank-0"), signal.SIGKILL)
+    os.kill(wait_for_another(started, "trainer-rank-0", first), signal.SIGKILL)
+    run = started.finish()
+    assert_ended_clean(run, started.process.pid)
+    if restarts == 1:
+        assert (run.code, run.record["status"]) == (1, "failed")
+        return
+    assert_sound(run, 30, bound=30)
+    (heal,) = run.events("heal")
+    assert (heal.get("kept"), [one.how for one in explorers(run)]) == (None, ["is up"] * 4)
+
+
+@pytest.mark.all
+def test_a_signal_ends_a_free_run_whose_explorers_generate_while_it_is_healed(
+    folder: Path, slow_explorers: Sequence[str]
+) -> None:
+    started = start(folder, *slow_explorers)
+    started.wait_for_event(lambda event: event["event"] == "publish" and event["version"] >= 5)
+    os.kill(started.pid_of("trainer-rank-0"), signal.SIGKILL)
+    started.wait_for_line("the run goes on from")
+    time.sleep(1)
+    started.process.send_signal(signal.SIGTERM)
+    run = started.finish()
+    assert run.code == 130, run.output
+    assert_ended_clean(run, started.process.pid)
+
+
+@pytest.mark.all
+def test_an_explorer_that_dies_while_a_free_run_is_healed_is_started_anew(folder: Path) -> None:
+    started = start(folder, *FREE, "trainer.steps=30", "checkpoint.interval=100")
+    started.wait_for_event(lambda event: event["event"] == "publish" and event["version"] >= 5)
+    victim = started.pid_of("explorer-1")
+    os.kill(started.pid_of("trainer-rank-0"), signal.SIGKILL)
+    started.wait_for_line("the run goes on from")
+    os.kill(victim, signal.SIGKILL)
+    run = started.finish()
+    assert_sound(run, 30)
+    (heal,) = run.events("heal")
+    assert heal["kept"] == "explorer-0"
+    assert_ended_clean(run, started.process.pid)
+
+
 @pytest.mark.all
 def test_a_run_whose_monitor_dies_needs_no_other_attempt(
     folder: Path, of_bytes: Sequence[str], undisturbed: Run

@@ -49,6 +49,9 @@ class StandIn:
         self._die_if_told_to("start")
         return "node"
 
+    def leave(self) -> Version | None:
+        return self._held
+
     def rejoin(self, member: RoundMember, synchronizer: SynchronizerClient) -> str:
         self._die_if_told_to("rejoin")
         self._spec, self._synchronizer, self._held = replace(self._spec, member=member), synchronizer, None

@@ -48,7 +48,9 @@ class Pretend:
         self.calls: list[tuple[str, Work]] = []
         self.killed: dict[str, threading.Event] = {name: threading.Event() for name in names}
         self.replaced: list[str] = []
+        self.freed = threading.Event()
         self.flat: frozenset[str] = frozenset()
+        self.held: dict[str, Version | None] = {}  # of those that leave; else that of step 0
 
     def join(self, name: str) -> None:
         for order in self.joining[name]:
@@ -56,10 +58,25 @@ class Pretend:
 
     def produce(self, name: str, work: Work, samples_per_prompt: int) -> Production:
         version = self.newest
+        batch = self._batch(name, work, samples_per_prompt, version)
+        report = LoadReport(
+            explorer=name, version=Version(0, version), digest=None, bytes_moved=1, total_s=0, paused_s=0, peak_rss=1
+        )
+        return Production(batch, report)
+
+    def leave(self, name: str) -> Version | None:
+        return self.held.get(name, Version(0, 0))
+
+    def go_on(self, name: str, work: Work, samples_per_prompt: int) -> SampleBatch:
+        held = self.leave(name)
+        assert held is not None
+        return self._batch(name, work, samples_per_prompt, held.step)
+
+    def _batch(self, name: str, work: Work, samples_per_prompt: int, version: int) -> SampleBatch:
         self.calls.append((name, work))
         if self.orders[name]:
             self.orders[name].pop(0)()
-        batch = SampleBatch.of(
+        return SampleBatch.of(
             Sample(
                 step=step,
                 prompt=prompt.index,
@@ -77,10 +94,6 @@ class Pretend:
             for prompt in prompts
             for number in range(samples_per_prompt)
         )
-        report = LoadReport(
-            explorer=name, version=Version(0, version), digest=None, bytes_moved=1, total_s=0, paused_s=0, peak_rss=1
-        )
-        return Production(batch, report)
 
     def replace(self, name: str, why: Exception) -> bool:
         self.replaced.append(name)
@@ -127,6 +140,7 @@ class Runs:
         first: int = 1,
         position: Any = None,
         journal: Journal | None = None,
+        outlives: bool = False,
         **rules: Any,
     ) -> FreeRollout:
         given = {"groups_per_step": GROUPS, "max_staleness": 1, "wait": True, "max_open": 2 * GROUPS}
@@ -143,6 +157,7 @@ class Runs:
             on_load=self.loads.append,
             on_fault=lambda where, error: self.faults.append((where, error)),
             group_filter=group_filter,
+            outlives=outlives,
         )
         self.made.append(rollout)
         rollout.start()
@@ -450,3 +465,150 @@ def test_a_position_saved_while_steps_are_repeated_has_the_groups_of_those_to_co
     following = GroupId(*position["next"])
     assert all(group in waiting or group >= following for group in groups_of(*batches[1:]))
     assert not waiting & groups_of(batches[0])
+
+
+# -- explorers that generate between two attempts
+
+
+def made_by(rollout: FreeRollout, count: int) -> None:
+    """Wait until so many groups were made without the trainer."""
+    ends = time.monotonic() + LIMIT
+    while rollout.made < count:
+        assert time.monotonic() < ends, f"{rollout.made} groups"
+        time.sleep(0.01)
+
+
+def failed(runs: Runs, members: Pretend, journal: Journal | None = None, **rules: Any) -> FreeRollout:
+    """A rollout whose trainer fails in step 1; its explorers wait until `freed` sets them free."""
+    for name in members.clients:
+        members.joining[name] = [lambda: members.freed.wait(LIMIT) and None]
+    rollout = runs.start(members, journal=journal, outlives=True, **rules)
+    rollout.pause()
+    members.freed.set()
+    return rollout
+
+
+def test_what_is_made_after_the_failure_is_within_the_bound_and_not_made_again(
+    runs: Runs, journal: Callable[[int], Journal]
+) -> None:
+    members = Pretend("a", "b")
+    rollout = failed(runs, members, first := journal(0))
+    rollout.go_on_alone(["a", "b"])
+    made_by(rollout, 2 * GROUPS)
+    time.sleep(0.1)
+    assert rollout.made == 2 * GROUPS, "version 0 serves two steps"
+    rollout.close()
+    made = asked(members)
+    assert len(made) == 2 * GROUPS
+
+    again = Pretend("a", "b")
+    second = runs.start(again, journal=journal(1))
+    batches = train(second, again, 1, 2, 3)
+    assert groups_of(*batches[:2]) == made
+    assert not asked(again) & made
+    trained = [group for batch in batches for group in groups_of(batch)]
+    assert len(trained) == len(set(trained)) == 3 * GROUPS
+    assert first is not None
+
+
+def test_an_explorer_of_an_older_version_makes_what_that_version_may(
+    runs: Runs, journal: Callable[[int], Journal]
+) -> None:
+    members = Pretend("a")
+    rollout = runs.start(members, journal=journal(0), outlives=True)
+    train(rollout, members, 1)
+    rollout.take(2)
+    rollout.pause()
+    rollout._threads[0].join(LIMIT)
+    ahead = rollout._queue.ready
+    members.held["a"] = Version(0, 1)
+    rollout.go_on_alone(["a"])
+    made_by(rollout, GROUPS - ahead)
+    rollout.close()
+    assert {ready.version_step for ready in rollout._queue._ready.values()} == {1}
+    assert rollout._queue.ready == GROUPS, "version 1 serves step 3 only"
+
+
+def test_a_call_under_way_ends_and_its_groups_are_kept(runs: Runs, journal: Callable[[int], Journal]) -> None:
+    members, free = Pretend("a"), threading.Event()
+    members.orders["a"] = [lambda: free.wait(LIMIT) and None]
+    rollout = runs.start(members, journal=journal(0), outlives=True)
+    while not members.calls:
+        time.sleep(0.01)
+    rollout.pause()
+    rollout.go_on_alone(["a"])
+    members.held["a"] = None  # it makes no more
+    free.set()
+    made_by(rollout, GROUPS)
+    rollout.close()
+    _, finished = journal(1).go_on(0, lambda group: True)
+    assert finished.keys() == asked(members)
+
+
+def test_an_explorer_that_dies_is_named_and_the_other_makes_its_groups(
+    runs: Runs, journal: Callable[[int], Journal]
+) -> None:
+    members = Pretend("a", "b")
+    members.orders["a"] = [dies("a")]
+    rollout = failed(runs, members, journal(0))
+    rollout.go_on_alone(["a", "b"])
+    made_by(rollout, 2 * GROUPS)
+    rollout.close()
+    assert rollout.lost == {"a"}
+    assert (runs.faults, members.replaced) == ([], [])
+    assert {item.text[0] for ready in rollout._queue._ready.values() for item in ready.samples.batch} == {"b"}
+
+
+def test_an_error_of_a_reward_ends_nothing(runs: Runs, journal: Callable[[int], Journal]) -> None:
+    def refuses() -> None:
+        raise RunError("my_rewards.broken returned nan for prompt 0 of step 1")
+
+    members = Pretend("a", "b")
+    members.orders["a"] = [refuses]
+    rollout = failed(runs, members, journal(0))
+    rollout.go_on_alone(["a", "b"])
+    made_by(rollout, 2 * GROUPS)
+    rollout.close()
+    assert (rollout.lost, runs.faults) == (set(), [])
+
+
+def test_nothing_is_written_once_the_next_attempt_has_begun(
+    runs: Runs, journal: Callable[[int], Journal], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trinity_sync.explorer.rollout._KILLED_S", 0.1)
+    members, free = Pretend("a"), threading.Event()
+    rollout = failed(runs, members, journal(0))
+    members.orders["a"] = [lambda: free.wait(LIMIT) and None]
+    rollout.go_on_alone(["a"])
+    while not members.calls:
+        time.sleep(0.01)
+    rollout.close(0.1)
+    assert members.killed["a"].is_set()
+    following = journal(1)
+    free.set()
+    made_by(rollout, GROUPS)
+    assert following.go_on(0, lambda group: True) == ({}, {})
+    assert journal(2).go_on(0, lambda group: True) == ({}, {})
+
+
+def test_an_explorer_that_does_not_live_on_ends(runs: Runs, journal: Callable[[int], Journal]) -> None:
+    members = Pretend("a", "b")
+    members.orders["a"] = [members.hang("a")]
+    rollout = runs.start(members, journal=journal(0), outlives=True)
+    while not any(name == "a" for name, _ in members.calls):
+        time.sleep(0.01)
+    rollout.pause()
+    rollout.go_on_alone(["b"])
+    assert members.killed["a"].wait(LIMIT)
+    assert not members.killed["b"].is_set()
+
+
+@pytest.mark.parametrize("outlives", [True, False])
+def test_a_failed_trainer_ends_the_generation_where_no_attempt_follows(
+    runs: Runs, journal: Callable[[int], Journal], outlives: bool
+) -> None:
+    rollout = runs.start(Pretend("a"), journal=journal(0), outlives=outlives)
+    rollout.pause()
+    assert rollout.paused is outlives
+    rollout.close()
+    assert not rollout.paused

@@ -134,6 +134,7 @@ class Pools:
         self.made.append(pool)
         self.agents_of[pool] = nodes
         pool.start()
+        pool.rejoin()
         (pool.introduce if free else pool.attach)({}, base)
         return pool
 
@@ -426,7 +427,7 @@ def test_explorers_live_on_in_the_next_attempt_and_hold_nothing_of_the_one_befor
     before = list(first.generate(7, PROMPTS, 2, deliver))
     members = dict(first._members)
     kept = handed_over(first)
-    assert first.clients == first.places() == {}
+    assert first.places() == {}
     first.close()
     second = pools.make(replicas=2, max_restarts=0, kept=kept)
     assert handed_over(second) == {}, "one that has not loaded a version since may be ill"
@@ -496,12 +497,35 @@ def test_one_that_lives_on_joins_a_free_run_by_itself(pools: Pools) -> None:
     assert not second.replace("explorer-0", death.value)
 
 
+def test_one_that_was_handed_over_generates_with_its_version_for_the_pool_before(pools: Pools) -> None:
+    first = pools.make(replicas=2, max_restarts=0, free=True)
+    for name in first.clients:
+        first.join(name)
+    made = list(first.produce("explorer-0", [(3, PROMPTS)], 2).batch)
+    kept, told = handed_over(first), len(pools.generated)
+    assert first.leave("explorer-0") == NEWEST
+    assert list(first.go_on("explorer-0", [(3, PROMPTS)], 2)) == made
+    assert len(pools.generated) == told, "the record of the attempt has ended"
+    pools.tell_to_die("explorer-0", "generate")
+    with pytest.raises(DeathError):
+        first.go_on("explorer-0", [(3, PROMPTS)], 2)
+    first.end("explorer-1")
+    assert kept.keys() == {"explorer-0", "explorer-1"}
+    second = pools.make(replicas=2, max_restarts=0, free=True, kept=kept)
+    for name in second.clients:
+        second.join(name)
+    assert list(second.produce("explorer-0", [(3, PROMPTS)], 2).batch) == made
+    assert pools.lived_on == set()
+
+
 def test_what_an_explorer_knows_of_an_attempt_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """The real one; its process is not needed."""
     fixed: dict[str, Any] = {"engine": {}, "task": {}, "seed": 0, "deterministic": False, "sync": {}, "verify": "full"}
     spec = ExplorerSpec(member=RoundMember.new("explorer-0"), sync_timeout_s=LIMIT, log_dir=None, **fixed)
     explorer = Explorer(spec, None)  # type: ignore[arg-type]
     explorer._loader = SimpleNamespace(held=FIRST)  # type: ignore[assignment]
+    assert explorer.leave() == FIRST
+    assert explorer._held_for(3) == FIRST, "it goes on generating"
     member, synchronizer = RoundMember.new("explorer-0"), SimpleNamespace()
     monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(get_node_id=lambda: "here"))
     assert explorer.rejoin(member, synchronizer) == "here"  # type: ignore[arg-type]

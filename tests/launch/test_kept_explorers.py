@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -25,6 +25,23 @@ from trinity_sync.protocol.rounds import RoundMember
 DEATH = DeathError("trainer rank 1", "train step 7")
 REST: Any = {"task": {}, "seed": 0, "deterministic": False, "sync": {}, "verify": "full", "sync_timeout_s": 1.0}
 SPEC = ExplorerSpec(member=RoundMember.new(""), engine={"model_path": "seven"}, log_dir=None, **REST)
+
+
+class Rollout:
+    """That of a trainer that has failed, unless it is closed."""
+
+    def __init__(self) -> None:
+        self.paused, self.alone, self.made = True, False, 12
+        self.names: list[str] = []
+        self.lost: set[str] = set()
+        self.limits: list[float | None] = []
+
+    def go_on_alone(self, names: Collection[str]) -> None:
+        self.alone, self.names = True, sorted(names)
+
+    def close(self, grace_s: float | None = None) -> None:
+        self.paused = False
+        self.limits.append(grace_s)
 
 
 class Pool:
@@ -107,6 +124,65 @@ def test_those_of_a_ray_that_has_ended_are_forgotten(
 def test_those_that_no_attempt_takes_end(ended: list[int], connection: object) -> None:
     kept_after(DEATH).close()
     assert ended == [0, 1]
+
+
+def generating(*, lost: str = "") -> tuple[KeptExplorers, Any]:
+    kept, rollout = KeptExplorers(lambda one: isinstance(one, DeathError)), Rollout()
+    kept.keep(Pool(), DEATH, rollout)  # type: ignore[arg-type]
+    rollout.lost = {lost} - {""}
+    return kept, rollout
+
+
+def test_a_rollout_goes_on_with_them_until_the_next_attempt_is_ready(connection: object) -> None:
+    kept, rollout = generating()
+    assert (rollout.names, kept.generates) == (["explorer-0", "explorer-1"], True)
+    assert kept.take(SPEC).keys() == {"explorer-0", "explorer-1"}
+    assert (rollout.limits, kept.generates) == ([], True)
+    assert kept.end_rollout() == 12
+    assert (rollout.limits, kept.generates) == ([15.0], False)
+    assert kept.end_rollout() == 0
+
+
+def test_one_that_died_while_it_generated_is_not_given_on(ended: list[int], connection: object) -> None:
+    kept, _ = generating(lost="explorer-1")
+    assert kept.take(SPEC).keys() == {"explorer-0"}
+    assert ended == [1]
+
+
+@pytest.mark.parametrize("error", [DEATH, RunError("the reward function failed")])
+def test_another_death_before_the_next_attempt_is_ready_ends_the_generation(
+    ended: list[int], connection: object, error: Exception
+) -> None:
+    kept, rollout = generating()
+    kept.take(SPEC)
+    kept.keep(Pool(), error)  # type: ignore[arg-type]
+    assert (rollout.limits, kept.generates) == ([0.0], False)
+
+
+def test_nothing_generates_where_the_run_ends(ended: list[int], connection: object) -> None:
+    kept, rollout = generating()
+    kept.close()
+    assert (rollout.limits, kept.generates, ended) == ([0.0], False, [0, 1])
+
+
+def test_a_rollout_that_is_closed_does_not_go_on(connection: object) -> None:
+    kept, rollout = KeptExplorers(lambda one: True), Rollout()
+    rollout.close()
+    kept.keep(Pool(), DEATH, rollout)  # type: ignore[arg-type]
+    assert (rollout.names, kept.generates, kept.pids()) == ([], False, [100, 101])
+
+
+@pytest.mark.parametrize(("error", "closed"), [(DEATH, False), (RunError("no"), True), (KeyboardInterrupt(), True)])
+def test_a_rollout_ends_with_its_attempt_where_none_follows(
+    tmp_path: Path, connection: object, error: BaseException, closed: bool
+) -> None:
+    kept = KeptExplorers(lambda one: isinstance(one, DeathError))
+    actors, rollout = Actors(replace(setup(tmp_path, "org/name"), kept=kept)), Rollout()
+    made: Any = (Pool(), rollout)
+    actors.pool, actors.rollout = made
+    with contextlib.suppress(BaseException), actors.explorers_ended():
+        raise error
+    assert (not rollout.paused, rollout.alone) == (closed, not closed)
 
 
 @pytest.mark.parametrize(

@@ -180,6 +180,22 @@ def test_one_is_kept_after_a_failure_that_another_attempt_follows(
         assert len(ended) == len(started)  # the outer block does not go on after it
 
 
+@pytest.mark.parametrize("error", [ZeroDivisionError(), OverflowError(), KeyboardInterrupt()])
+def test_what_calls_ray_between_two_attempts_ends_before_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException
+) -> None:
+    ended: list[str] = []
+    request = local_ray._RayRequest(SETTINGS, {}, False, {}, tmp_path)
+    ray = local_ray.LocalRay(tmp_path, request, 2, frozenset(), lambda: ended.append("Ray"))
+    monkeypatch.setattr(local_ray, "_start_local", lambda *given: ray)
+    monkeypatch.setattr(local_ray.LocalRay, "clear", lambda self, spared: True)
+    with ray_kept(after=lambda one: isinstance(one, ZeroDivisionError), ends=lambda: ended.append("calls")):
+        with contextlib.suppress(type(error)), local_ray.local_ray(SETTINGS, 2, {}, False, {}):
+            raise error
+        assert ended == ([] if isinstance(error, ZeroDivisionError) else ["calls", "Ray"])
+    assert ended == ["calls", "Ray"]
+
+
 def test_one_that_does_not_live_is_not_asked_to_clear_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     request = local_ray._RayRequest(SETTINGS, {}, False, {}, tmp_path)
     monkeypatch.setattr(local_ray.LocalRay, "lives", lambda self: False)

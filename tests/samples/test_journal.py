@@ -339,6 +339,16 @@ def test_a_disk_that_hangs_is_told_once_and_holds_nobody_else(
     assert "takes longer than" in told
 
 
+def test_nothing_is_written_after_the_end(make: Make, tmp_path: Path) -> None:
+    journal = make()
+    journal.append(batch(1, 0, version=0))
+    journal.close()
+    before = [path.read_bytes() for path in files(tmp_path)]
+    journal.append(batch(1, 1, version=0))
+    journal.took(1, UpdateGroupIds([GroupId(1, 0)]))
+    assert [path.read_bytes() for path in files(tmp_path)] == before != []
+
+
 def test_a_run_that_is_over_leaves_no_journal(make: Make, tmp_path: Path) -> None:
     journal = make()
     journal.append(batch(1, 0, version=0))

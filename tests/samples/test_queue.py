@@ -69,6 +69,17 @@ def test_explorers_run_as_far_ahead_as_the_bound_allows_and_then_wait(bound: int
     assert made.dropped == 0
 
 
+def test_an_explorer_of_an_older_version_gets_no_more_than_that_version_may_make() -> None:
+    made = queue(max_staleness=1, max_open=10 * GROUPS)
+    assert len(made.hand_out("a", 100)) == 2 * GROUPS
+    made.give_back("a")
+    make(made, 0, most=GROUPS)
+    assert made.take() is not None
+    made.publish(1)
+    assert step_of(made.hand_out("behind", 100, 0)) == [2] * GROUPS
+    assert step_of(made.hand_out("a", 100)) == [3] * GROUPS
+
+
 def test_room_bounds_what_is_out_and_ready() -> None:
     made = queue(max_staleness=5, max_open=GROUPS + 1)
     assert len(made.hand_out("a", 100)) == GROUPS + 1

@@ -49,6 +49,7 @@ EXAMPLES: dict[str, dict[str, Any]] = {
         "lost": 3,
         "total_s": 9.5,
         "kept": "explorer-0, explorer-1",
+        "made": 12,
     },
 }
 
@@ -329,6 +330,7 @@ def test_the_first_step_after_a_death_tells_how_long_it_took(tmp_path: Path) -> 
         for name in ("explorer-1", "explorer-0", "explorer-2"):
             recorder.lives_on(name, True)
         recorder.lives_on("explorer-2", False)
+        recorder.made_meanwhile(12)
         clock.pass_(9.5)
         recorder.metrics(5)
         recorder.metrics(6)

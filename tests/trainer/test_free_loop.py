@@ -150,6 +150,9 @@ class World:
             self.error = error
             self.newest.notify_all()
 
+    def pause(self) -> None:
+        self.happened.append("pause")
+
     def close(self) -> None:
         self.happened.append("close")
 
@@ -271,7 +274,19 @@ def test_a_version_that_cannot_be_published_ends_the_run_also_while_it_waits_for
     with pytest.raises(RunError, match="version 2 could not be written"):
         world.loop().run()
     assert world.times("train") == [1, 2]
-    assert world.happened[-1] == "close"
+    assert (world.happened[-1], "close" in world.happened) == ("pause", False)  # explorers may outlive the attempt
+
+
+def test_an_interrupt_closes_the_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World()
+
+    def interrupted(step: int) -> SampleBatch:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(world, "take", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        world.loop().run()
+    assert (world.happened[-1], "pause" in world.happened) == ("close", False)
 
 
 def test_a_publication_that_cannot_be_noted_ends_the_run_also_while_it_waits_for_samples() -> None:
@@ -291,7 +306,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_nothing_of_its_step_is_publi
     assert world.times("save") == [1, 2]
     assert max(world.published_steps) == 2
     assert [line["step"] for line in world.lines] == [1, 2]
-    assert world.happened[-1] == "close"
+    assert world.happened[-1] == "pause"
 
 
 def test_an_update_that_was_skipped_is_an_event() -> None:

@@ -119,6 +119,7 @@ class ExplorerClient(RayClient):
 
     warm_up = RemoteMethod(Explorer.warm_up, "import its engine")
     start = RemoteMethod(Explorer.start, "start")
+    leave = RemoteMethod(Explorer.leave, "leave the attempt")
     rejoin = RemoteMethod(Explorer.rejoin, "join the next attempt")
     attach = RemoteMethod(Explorer.attach, "attach to the node agents")
     load = RemoteMethod(Explorer.load, "load version {0}")

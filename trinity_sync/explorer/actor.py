@@ -56,6 +56,7 @@ class Explorer:
         self._spec = spec
         self._synchronizer = synchronizer
         self._loader: WeightLoader | None = None
+        self._left_with: Version | None = None  # held since `leave`
 
     def warm_up(self) -> None:
         """Import what `start` needs. Called at once, before the folder of the model exists."""
@@ -79,11 +80,18 @@ class Explorer:
         story.info("up: %s of %s", type(self._engine).__name__, self._spec.engine["model_path"])
         return str(ray.get_runtime_context().get_node_id())
 
+    def leave(self) -> Version | None:
+        """Drop everything of an attempt that has ended but engine, task and the held version, by which `generate` still
+        works; return that version. `rejoin` follows.
+        """
+        self._left_with, self._loader = None if self._loader is None else self._loader.held, None
+        return self._left_with
+
     def rejoin(self, member: RoundMember, synchronizer: SynchronizerClient) -> str:
         """Leave an attempt that has ended, in place of a `start` for the next one; `attach` follows. Everything of that
         attempt is dropped but engine and task, so this explorer holds no version.
         """
-        self._loader = None
+        self._loader = self._left_with = None
         self._spec = replace(self._spec, member=member)
         self._synchronizer = synchronizer
         return str(ray.get_runtime_context().get_node_id())
@@ -139,7 +147,7 @@ class Explorer:
         return self._generate(step, prompts, samples_per_prompt, self._held_for(step), drawing)
 
     def _held_for(self, step: int) -> Version:
-        held = self._loader.held if self._loader is not None else None
+        held = self._loader.held if self._loader is not None else self._left_with
         if held is None:
             raise RunError(f"{self._spec.name} holds no version, so it cannot generate for step {step}")
         return held

@@ -123,6 +123,7 @@ class ExplorerPool:
             for name in names
         }
         self._starting: dict[str, Call[str]] = {}
+        self._given: set[str] = set()
 
     def _create(self, name: str) -> ExplorerClient:
         self._members[name] = RoundMember.new(name)
@@ -139,15 +140,16 @@ class ExplorerPool:
         return client
 
     def start(self) -> None:
-        """Start all engines, without waiting for them (`attach` waits). The model's folder must exist. Waits up to
-        `_REJOIN_S` for explorers of the previous attempt.
-        """
+        """Start all new engines, without waiting for them (`attach` waits). The model's folder must exist."""
+        self._starting = {name: client.start() for name, client in self.clients.items() if name not in self._kept}
+
+    def rejoin(self) -> None:
+        """Have explorers of the previous attempt join. Waits up to `_REJOIN_S` for them."""
         self._members |= {name: RoundMember.new(name) for name in self._kept}
-        self._starting = {
-            name: client.rejoin(self._members[name], self._synchronizer) if name in self._kept else client.start()
-            for name, client in self.clients.items()
+        joining = {
+            name: self.clients[name].rejoin(self._members[name], self._synchronizer) for name in sorted(self._kept)
         }
-        joining = {name: self._starting[name] for name in sorted(self._kept)}
+        self._starting |= joining
         answered = ended(joining.values(), left(_REJOIN_S, REST_S))
         for name, call in joining.items():
             error = _error_of(call) if call in answered else WaitTimeout(name, call.what, _REJOIN_S)
@@ -166,10 +168,23 @@ class ExplorerPool:
 
     def hand_over(self, but: Callable[[str], bool]) -> dict[str, LiveExplorer]:
         """Give away the connected explorers, except those of some names, and those of the attempt before that have not
-        loaded a version since. This pool does not call them any more.
+        loaded a version since. This pool calls them only for a rollout that goes on alone: `leave`, `go_on`, `end`.
         """
         names = [name for name in self._processes if name not in self._kept and not but(name)]
-        return {name: LiveExplorer(self.clients.pop(name).handle, self._processes.pop(name)["pid"]) for name in names}
+        self._given |= {*names}
+        self._on_generated = lambda generated: None  # the record of the attempt has ended
+        return {name: LiveExplorer(self.clients[name].handle, self._processes.pop(name)["pid"]) for name in names}
+
+    def leave(self, name: str) -> Version | None:
+        """Have an explorer leave the attempt; return the version that it holds. Any thread; raises as `produce`."""
+        return self.clients[name].leave().result(self.work_limit())
+
+    def go_on(self, name: str, work: Sequence[tuple[int, Sequence[Prompt]]], samples_per_prompt: int) -> SampleBatch:
+        """Have an explorer generate with the version that it holds. Any thread; raises as `produce`."""
+        client, limit = self.clients[name], self._timeout_s
+        return SampleBatch.concatenate(
+            [client.generate(step, prompts, samples_per_prompt).result(limit) for step, prompts in work]
+        )
 
     def introduce(self, agents: dict[str, AgentClient], base: str | None = None, version_bytes: int = 0) -> None:
         """Set the node agents to which `join` connects explorers one by one, and the bytes of a version."""
@@ -377,7 +392,8 @@ class ExplorerPool:
     def close(self) -> None:
         """Have engines release their outside resources. Ray's shutdown ends those that do not answer in time."""
         if self._closes:
-            ended([client.close() for client in self.clients.values()], left(_CLOSE_S, REST_S))
+            own = [client for name, client in self.clients.items() if name not in self._given]
+            ended([client.close() for client in own], left(_CLOSE_S, REST_S))
 
     def _forget(self, name: str) -> None:
         """Remove an explorer's process, which may hang, and its leases."""

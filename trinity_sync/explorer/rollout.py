@@ -163,6 +163,12 @@ class FreeRollout:
         group_filter: tells which groups are flat, where `rules` count them; None: none is.
         validations: come before all other work; None: no validation.
         journal: has groups that earlier attempts finished; None: there is none.
+        outlives: `pause` leaves the choice between `go_on_alone` and `close` to its caller.
+
+    Attributes:
+        alone: it goes on without the trainer.
+        made: groups made since `pause`.
+        lost: explorers that have died or hung while it was alone.
     """
 
     def __init__(
@@ -181,7 +187,12 @@ class FreeRollout:
         group_filter: GroupFilter | None = None,
         validations: VersionValidations | None = None,
         journal: Journal | None = None,
+        outlives: bool = False,
     ) -> None:
+        self._outlives = outlives
+        self.alone = False
+        self.made = 0
+        self.lost: set[str] = set()
         self._filter = group_filter
         self._drawn: DrawnGroups | None = None
         self._validations = validations
@@ -203,7 +214,7 @@ class FreeRollout:
         self._alive = set(pool.clients)
         self._busy: set[str] = set()
         self._error: BaseException | None = None
-        self._closed = False
+        self._closed = self._over = False  # no more work for the trainer; none at all
         self._progress = time.monotonic()
         self._waited_s = 0.0
         self._mixed = 0
@@ -323,12 +334,43 @@ class FreeRollout:
                 self._error = error
             self._changed.notify_all()
 
-    def close(self) -> None:
-        """End the explorers' threads; kill explorers that are busy after `GRACE_S`."""
+    @property
+    def paused(self) -> bool:
+        """Whether `pause` was called and the threads may still write to the journal."""
+        return self._closed and not self._over
+
+    def pause(self) -> None:
+        """End the work for a trainer that has failed, but not the explorers' calls; without `outlives`, close."""
+        if not self._outlives:
+            self.close()
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-        deadline = time.monotonic() + interrupts.left(GRACE_S, interrupts.REST_S)
+
+    def go_on_alone(self, names: Collection[str]) -> None:
+        """After `pause`, have these explorers generate for the next attempt until `close`, with the versions that they
+        hold. Kills the others that are busy.
+        """
+        with self._changed:
+            self.alone, self._alive = True, {*names}
+            others = sorted(self._busy - self._alive)
+        for name in others:
+            self._pool.end(name)
+        before = {thread.name: thread for thread in self._threads}
+        following = [
+            threading.Thread(target=self._serve_alone, args=(name, before[name]), name=name, daemon=True)
+            for name in sorted(names)
+        ]
+        self._threads += following
+        for thread in following:
+            thread.start()
+
+    def close(self, grace_s: float | None = None) -> None:
+        """End the explorers' threads and the journal; kill explorers busy after `grace_s` (None: `GRACE_S`)."""
+        with self._changed:
+            self._closed = self._over = True
+            self._changed.notify_all()
+        deadline = time.monotonic() + interrupts.left(GRACE_S if grace_s is None else grace_s, interrupts.REST_S)
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(max(0.0, deadline - time.monotonic()))
@@ -337,6 +379,8 @@ class FreeRollout:
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(_KILLED_S)
+        if self._journal is not None:
+            self._journal.close()
 
     # -- an explorer's thread
 
@@ -350,6 +394,34 @@ class FreeRollout:
                     return
         except BaseException as error:
             self.fail(error)
+
+    def _serve_alone(self, name: str, before: threading.Thread) -> None:
+        """Have an explorer generate once the call of its earlier thread has ended. An error ends this thread only: the
+        next attempt meets it if it comes again.
+        """
+        before.join()  # its call has a timeout
+        try:
+            with self._inside(name):
+                held = None if self._over else self._pool.leave(name)
+            while held is not None and (groups := self._wait_alone(name, held)):
+                prompts = self._prompts_by_step(groups)
+                with self._inside(name):
+                    batch = self._pool.go_on(name, prompts, self._samples_per_prompt)
+                self._deliver(Production(batch, None))
+        except (DeathError, WaitTimeout):
+            self.lost.add(name)
+            self._give_back(name)
+        except Exception:
+            self._give_back(name)
+
+    def _wait_alone(self, name: str, held: Version) -> list[GroupId]:
+        """Return the next groups to generate with a version, as the bound allows; none: the next attempt begins."""
+        with self._changed:
+            while not self._over:
+                if groups := self._queue.hand_out(name, self._share(), held.step):
+                    return groups
+                self._changed.wait()
+            return []
 
     def _join(self, name: str) -> Exception | None:
         try:
@@ -393,12 +465,17 @@ class FreeRollout:
         assert self._validations is not None, "it handed out the step"
         try:
             with self._inside(name):
-                self._validations.run(name, step, self._note_progress)
+                self._validations.run(name, step, self._go_on_validating)
         except (DeathError, WaitTimeout) as error:
             return error
         finally:
             self._note_progress()
         return None
+
+    def _go_on_validating(self) -> None:
+        if self._closed:
+            raise RunError("the run ended within a validation")
+        self._note_progress()
 
     def _note_progress(self) -> None:
         with self._changed:
@@ -409,7 +486,7 @@ class FreeRollout:
         """Return the next groups to generate, or the step of a version to validate; None: the run is over."""
         began = time.monotonic()
         with self._changed:
-            most = -(-self._rules.groups_per_step // max(1, len(self._alive)))
+            most = self._share()
             while not self._closed and self._error is None:
                 step = self._validations.hand_out(name) if self._validations is not None else None
                 if step is not None:
@@ -420,6 +497,10 @@ class FreeRollout:
                     return groups
                 self._changed.wait(self._queue.overdue_in())
             return None
+
+    def _share(self) -> int:
+        """Return the most groups of one call."""
+        return -(-self._rules.groups_per_step // max(1, len(self._alive)))
 
     def _prompts_by_step(self, groups: Collection[GroupId]) -> list[tuple[int, list[Prompt]]]:
         by_step = groupby(sorted(groups), key=lambda group: group.step)
@@ -452,7 +533,8 @@ class FreeRollout:
             self._mixed += int(batch.spans.mixed.sum())
             for group in sorted(pieces):
                 rows = pieces[group]
-                self._queue.deliver(group, int(oldest[rows].min()), _Piece(batch, rows), flat=flat[group])
+                made = self._queue.deliver(group, int(oldest[rows].min()), _Piece(batch, rows), flat=flat[group])
+                self.made += made and self._closed
             self._changed.notify_all()
 
     def _is_flat(self, piece: _Piece) -> bool:

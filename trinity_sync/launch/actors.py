@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from trinity_sync.actors.rank_client import RankClient, RankInfo
     from trinity_sync.actors.synchronizer_client import SynchronizerClient
     from trinity_sync.explorer.pool import ExplorerPool
+    from trinity_sync.explorer.rollout import FreeRollout
     from trinity_sync.protocol.parts import Reference, Remainder
     from trinity_sync.sync.node_agent import AgentConfig
     from trinity_sync.trainer.group import TrainerGroup
@@ -116,6 +117,7 @@ class Actors:
         infos: what each rank holds, in rank order.
         agents: node agents by Ray node id.
         pool: the explorers; None: the algorithm has none.
+        rollout: generates with them in a free run; None before its loop.
         model_path: absolute folder or hub id of the initial model of ranks and explorers.
     """
 
@@ -148,6 +150,7 @@ class Actors:
         self.explores = algorithm_of(self._cfg.algorithm).explores
         self.free = cfg.trainer.schedule == "free"
         self.pool: ExplorerPool | None = None
+        self.rollout: FreeRollout | None = None
         self.agents: Mapping[str, AgentClient] = {}
         self._bringing: dict[str, AgentClient] = {}  # agents of nodes that have explorers only
         self.model_path = str(cfg.model.path or folder.model)
@@ -187,6 +190,8 @@ class Actors:
         self._phase("loading trainer and explorers")
         if self.pool is not None:
             self.pool.start()
+            if self._kept is None or not self._kept.generates:
+                self.pool.rejoin()
         self.infos = self.trainer.initialise()
         for info in self.infos:
             story.info("trainer rank %d is up: pid %d on node %s", info.rank, info.pid, info.node)
@@ -218,6 +223,10 @@ class Actors:
             connect = self.pool.introduce if self.free else self.pool.attach
             connect(self.agents, self.published_base, self.version_bytes.whole)
         self._restore()
+        if self.pool is not None and self._kept is not None and self._kept.generates:
+            self._phase("taking over the explorers")
+            self._recorder.made_meanwhile(self._kept.end_rollout())
+            self.pool.rejoin()
 
     def _coordinators(self) -> Callable[..., FolderCoordinators[CheckpointCoordinator]]:
         monitor, attempt, states = self.monitor, self._recorder.attempt, self._states
@@ -235,6 +244,11 @@ class Actors:
         # what it has can be brought again
         self._bringing[node] = agent_on(node, named, max_restarts=3, max_task_retries=3)
         return self._bringing[node]
+
+    @property
+    def keeps(self) -> bool:
+        """Whether explorers may live on after this attempt."""
+        return self._kept is not None and self._cfg.trainer.max_restarts > 0
 
     @property
     def version_bytes(self) -> VersionBytes:
@@ -302,9 +316,12 @@ class Actors:
         except Exception as error:
             if self._kept is not None and self.pool is not None:
                 with contextlib.suppress(Exception):
-                    self._kept.keep(self.pool, error)
+                    self._kept.keep(self.pool, error, self.rollout)
             raise
         finally:
+            if self.rollout is not None and not self.rollout.alone:
+                with shielded(), contextlib.suppress(Exception):
+                    self.rollout.close()
             if self.pool is not None:
                 with shielded(), contextlib.suppress(Exception):
                     self.pool.close()

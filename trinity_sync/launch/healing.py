@@ -268,7 +268,7 @@ def run(
         resume = healing.after_deaths(config, run_dir, resume)
         with (
             memory_states(config.settings, run_dir) as states,
-            ray_kept(after=healing.heals, spared=healing.kept.pids),
+            ray_kept(after=healing.heals, spared=healing.kept.pids, ends=healing.kept.close),
             contextlib.closing(healing.kept),
         ):
             while True:

@@ -83,7 +83,7 @@ class Job:
                 self._finish_copies(at_once=heals or isinstance(error, KeyboardInterrupt))
             raise
         finally:
-            if journal is not None:
+            if journal is not None and (actors.rollout is None or not actors.rollout.paused):
                 journal.close(remove=completed and self._setup.last_step >= self._cfg.trainer.steps)
         actors.synchronizer.set_trainer_status("stopped").result(actors.synchronizer.timeout_s)
         self._finish_copies(at_once=not completed)
@@ -197,7 +197,10 @@ class Job:
         )
         if actors.free and actors.pool is not None:
             validations = self._version_validations(actors.pool)
-            source = sample_source.free_data(cfg, task, start, actors.pool, self._recorder, validations, journal)
+            source = sample_source.free_data(
+                cfg, task, start, actors.pool, self._recorder, validations, journal, outlives=actors.keeps
+            )
+            actors.rollout = source
             return FreeLoop(steps, source=source, mode=mode, saves=saves, stop=self._setup.stop, validator=validations)
         data = sample_source.lockstep_data(cfg, task, start, actors.model_path, actors.pool, mode, journal)
         return TrainingLoop(

@@ -156,6 +156,8 @@ def local_ray(
     finally:
         if keeper is None or keeper.ray is not ray:
             with shielded():
+                if keeper is not None:
+                    keeper.ends()
                 ray.end()
 
 
@@ -163,18 +165,19 @@ def local_ray(
 def ray_kept(
     after: Callable[[Exception | None], bool] = lambda error: error is None,
     spared: Callable[[], Collection[int]] = tuple,
+    ends: Callable[[], None] = lambda: None,
 ) -> Iterator[None]:
     """Keep the local Ray after a run for the next run of this program: the next job of a sweep, or the next attempt.
     `after`: tells by the error of a run, None if it has succeeded, whether there is a next one; in an outer block, one
-    of both has to. `spared`: returns the pids of actors that live on, see `LocalRay.clear`. SIGTERM interrupts, as in a
-    run.
+    of both has to. `spared`: returns the pids of actors that live on, see `LocalRay.clear`. `ends`: called before
+    Ray ends. SIGTERM interrupts, as in a run.
     """
     if _keepers:
         outer = _keepers[-1].after
-        with replaced(_keepers[-1], after=lambda error: outer(error) or after(error), spared=spared):
+        with replaced(_keepers[-1], after=lambda error: outer(error) or after(error), spared=spared, ends=ends):
             yield
         return
-    keeper = _Keeper(after, spared)
+    keeper = _Keeper(after, spared, ends)
     with interruptible():
         _keepers.append(keeper)
         try:
@@ -190,6 +193,7 @@ class _Keeper:
 
     after: Callable[[Exception | None], bool]
     spared: Callable[[], Collection[int]]
+    ends: Callable[[], None]
     ray: LocalRay | None = field(default=None)
 
     def take(self, request: _RayRequest, cpus: int) -> LocalRay | None:
@@ -203,6 +207,7 @@ class _Keeper:
         kept, self.ray = self.ray, None
         if kept is not None:
             with shielded():
+                self.ends()
                 kept.end()
 
 

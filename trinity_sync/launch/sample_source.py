@@ -307,8 +307,12 @@ def free_data(
     recorder: Recorder,
     validations: VersionValidations | None = None,
     journal: Journal | None = None,
+    *,
+    outlives: bool = False,
 ) -> FreeRollout:
-    """Make the source of samples of a run whose explorers run ahead of the trainer."""
+    """Make the source of samples of a run whose explorers run ahead of the trainer. `outlives`: it may go on after the
+    attempt, if finished groups have a journal.
+    """
     from trinity_sync.explorer.rollout import FreeRollout
     from trinity_sync.samples.queue import QueueRules
     from trinity_sync.trainer.steps import record_load
@@ -339,6 +343,7 @@ def free_data(
         group_filter=group_filter,
         validations=validations,
         journal=journal,
+        outlives=outlives and journal is not None,
     )
 
 

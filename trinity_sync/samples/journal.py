@@ -124,6 +124,7 @@ class Journal:
         self._open: BinaryIO | None = None
         self._number = 0
         self._stopped = False
+        self._ended = False
         self._hangs = False
         self._told: set[str] = set()
         self._repeated_to: int | None = None  # the last step that an attempt repeated which took no other one
@@ -167,7 +168,8 @@ class Journal:
                 self._forget(self._files[0])
 
     def close(self, *, remove: bool = False) -> None:
-        """Close the file. `remove`: delete all, as the run has done its last step."""
+        """Close the file; nothing is written any more. `remove`: delete all, as the run has done its last step."""
+        self._ended = True
         with self._held() as held:
             if held:
                 self._close()
@@ -343,7 +345,7 @@ class Journal:
         return True
 
     def _write(self, kind: _Kind, head: Mapping[str, object], columns: Sequence[_Blob] = ()) -> _RecordPlace | None:
-        if self._stopped:
+        if self._stopped or self._ended:
             return None
         if columns:
             head = {**head, "columns": [[column.name, len(column.data)] for column in columns]}

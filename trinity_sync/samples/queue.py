@@ -115,11 +115,14 @@ class GroupQueue(Generic[T]):
         if self.newest is None or version_step > self.newest:
             self.newest = version_step
 
-    def hand_out(self, explorer: str, most: int) -> list[GroupId]:
-        """Give an idle explorer at most so many groups to generate with the newest version; none: it has to wait."""
+    def hand_out(self, explorer: str, most: int, version_step: int | None = None) -> list[GroupId]:
+        """Give an idle explorer at most so many groups to generate; none: it has to wait. `version_step`: of its
+        version; None: it loads the newest.
+        """
         self._reclaim()
         groups: list[GroupId] = []
-        while len(groups) < most and self._admits():
+        version_step = self.newest if version_step is None else version_step
+        while len(groups) < most and self._admits(version_step):
             group = heapq.heappop(self._waiting) if self._waiting else self._following()
             self._out[group] = _Assignment(explorer, self._clock())
             groups.append(group)
@@ -217,14 +220,14 @@ class GroupQueue(Generic[T]):
         waiting = sorted([*self._waiting, *self._out, *self._ready, *self._repeated])
         return Position(self.numbering, self._next, waiting).to_json()
 
-    def _admits(self) -> bool:
+    def _admits(self, version_step: int | None) -> bool:
         ahead = len(self._ready) + len(self._out) + len(self._repeated)
-        if self.newest is None or ahead >= self._rules.max_open:
+        if version_step is None or ahead >= self._rules.max_open:
             return False
         if ahead + len(self.aside) >= max(self._rules.max_open, self._rules.most_made or 0):
             return False  # all groups may be flat while the trainer trains
         place = ahead // self._rules.groups_per_step if self._rules.wait else 0
-        return staleness(self.newest, self.step + place) <= self._rules.max_staleness
+        return staleness(version_step, self.step + place) <= self._rules.max_staleness
 
     def _following(self) -> GroupId:
         group = self._next

@@ -203,7 +203,7 @@ class FaultEvent(Event):
 class HealEvent(Event):
     """A run that lost a process has done its next step by itself: what `died`, the step it went back to, how many steps
     were `lost` (and done again), and the time from the first death to the end of the next step. `kept`: names of the
-    explorers that lived on.
+    explorers that lived on. `made`: groups of samples that explorers made meanwhile.
     """
 
     died: str
@@ -211,6 +211,7 @@ class HealEvent(Event):
     lost: int
     total_s: float | None
     kept: str | None = None
+    made: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -334,6 +335,7 @@ def _whole(value: object) -> int | None:
 
 _CONVERT: Mapping[object, Callable[[object], object]] = {
     "int": lambda value: MISSING if _whole(value) is None else value,
+    "int | None": _whole,
     "str": lambda value: value if isinstance(value, str) else MISSING,
     "float | None": lambda value: None if units.finite(value) is None else value,
     "str | None": lambda value: value if isinstance(value, str) else None,

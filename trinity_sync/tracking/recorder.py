@@ -89,6 +89,7 @@ class Recorder:
         self._samples = json_lines.JsonlWriter(folder.samples)
         self._goes_on, self._healed = goes_on, healed
         self._lives_on: set[str] = set()
+        self._made: int | None = None
         self._failed_at: float | None = None
         self._lock = threading.Lock()
         self._finished = False
@@ -205,7 +206,8 @@ class Recorder:
         if healed is not None and step > healed.resumed_from:
             self._healed = None
             kept = ", ".join(sorted(self._lives_on)) or None
-            self.event(replace(healed, total_s=self._clock() - (healed.time or 0.0), kept=kept))
+            took = self._clock() - (healed.time or 0.0)
+            self.event(replace(healed, total_s=took, kept=kept, made=self._made))
 
     def samples(self, step: int, lines: Sequence[Mapping[str, object]]) -> None:
         """Record the lines of a step in samples.jsonl; if the disk refuses them, the run goes on."""
@@ -235,6 +237,10 @@ class Recorder:
     def lives_on(self, explorer: str, lives: bool) -> None:
         """Note whether an explorer is one of the attempt before, for the `heal` event. Any thread."""
         (self._lives_on.add if lives else self._lives_on.discard)(explorer)
+
+    def made_meanwhile(self, groups: int) -> None:
+        """Note how many groups explorers made between two attempts, for the `heal` event."""
+        self._made = groups
 
     def failing(self) -> None:
         """Note the time of a failure that ends the attempt: to end it in order takes a while."""

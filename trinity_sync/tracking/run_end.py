@@ -269,10 +269,11 @@ def event_text(event: events.Event) -> str:
 
 def healed_text(event: events.HealEvent) -> str:
     """Describe how a run went on by itself."""
+    made = f", {units.plural(event.made, 'group')} of samples made meanwhile" if event.made else ""
     kept = f", {units.plural(event.kept.count(',') + 1, 'explorer')} lived on" if event.kept else ""
     return (
         f"went on after step {event.resumed_from}, {units.plural(event.lost, 'step')} done again, "
-        f"{units.seconds(event.total_s)} to the next step{kept}"
+        f"{units.seconds(event.total_s)} to the next step{kept}{made}"
     )
 
 

@@ -66,6 +66,9 @@ class SampleSource(Protocol):
     def fail(self, error: BaseException) -> None:
         """Have `take` raise an error. Any thread."""
 
+    def pause(self) -> None:
+        """End the work for a trainer that has failed; `close`, unless the source outlives it."""
+
     def close(self) -> None:
         """Stop all explorers and threads."""
 
@@ -123,7 +126,7 @@ class FreeLoop:
 
     def run(self) -> bool:
         """Do all steps; return whether none is left, False after a stop."""
-        settings = self._settings
+        settings, end = self._settings, self._source.close
         with contextlib.ExitStack() as ending:
             try:
                 self._source.start()
@@ -135,8 +138,11 @@ class FreeLoop:
                         break
                 self._wait_published()
                 self._finish_validations(stopped)
+            except Exception:
+                end = self._source.pause
+                raise
             finally:
-                self._source.close()
+                end()
                 self._end_publishing()
             self._saves.finish()
         return step == settings.steps
