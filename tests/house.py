@@ -34,15 +34,15 @@ AIMS = {
 """The figures to reach; at most so many of each."""
 
 LIMITS = {
-    "lines": 73_355,
-    "modules": 292,
+    "lines": 75_162,
+    "modules": 295,
     "docstring lines / code lines": 0.21,
     "import lines / code lines": 0.1,
     "modules on the path of a full save": 13,
     "duplicates": 0,
     "class names that occur twice": 0,
     "class names that are no nouns": 0,
-    "uses of Any": 59,
+    "uses of Any": 60,
     "uses of dict[str, Any] or dict[str, object]": 18,
 }
 """The figures that a change must not exceed."""

@@ -69,6 +69,7 @@ def running() -> Iterator[None]:
 def joined() -> Iterator[None]:
     """The Ray of all tests of this process, joined for the length of the block."""
     enable_token_auth_by_default()  # as where Ray is started; `ray.init` does it for no address that it is given
+    ray.shutdown()  # a module before may have left its own
     ray.init(address=_address(), **_QUIET)
     try:
         yield

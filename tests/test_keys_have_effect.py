@@ -237,6 +237,8 @@ def loop_of(cfg: Config, model: str, scanned: ScannedTask) -> Any:
         pool=pool,
         explores=explores,
         free=free,
+        keeps=True,
+        memory_monitor=None,
         model_path=model,
     )
     journal = sample_journal(job._setup, explores=explores)

@@ -132,6 +132,30 @@ def test_an_attempt_begins_without_states_and_the_next_finds_its_own(
     assert states.bring(checkpoints, None) == 3
 
 
+def test_a_state_outlives_an_attempt_after_which_none_can_begin(
+    cfg: Config, tmp_path: Path, checkpoints: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched, program(cfg, tmp_path) as states:
+        with contextlib.suppress(RunError), states.attempt(0):
+            commit(states.root, 6)
+            raise RunError("a rank died")
+        patched.setattr(module.RunMirror, "fetch_newer", refused)
+        with pytest.raises(RunError):
+            states.bring(checkpoints, None)
+    with program(cfg, tmp_path) as states:
+        assert states.bring(checkpoints, None) == 6
+
+
+def test_a_state_of_an_attempt_after_which_the_run_went_on_elsewhere_is_not_used(
+    states: MemoryStates, checkpoints: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    commit(checkpoints, 4)
+    commit(states.root, 6)
+    states.is_recorded = lambda step, attempt: step < 6
+    assert states.bring(checkpoints, newest(checkpoints)) is None
+    assert "the state of step 6 in memory is not used: the run went on without it" in capsys.readouterr().err
+
+
 def test_the_folder_goes_with_a_program_that_ends(cfg: Config, tmp_path: Path) -> None:
     with program(cfg, tmp_path) as states, states.attempt(0):
         commit(states.root, 6)
@@ -156,6 +180,14 @@ def test_a_run_that_ends_by_an_error_has_its_newest_state_as_a_checkpoint(
     commit(states.root, 6)
     states.rescue(checkpoints)
     assert newest_step(checkpoints) == 6
+
+
+def test_nothing_is_left_of_a_run_that_ends_by_an_error(cfg: Config, tmp_path: Path, checkpoints: Path) -> None:
+    with contextlib.suppress(RunError), program(cfg, tmp_path) as states, states.attempt(0):
+        commit(states.root, 6)
+        states.rescue(checkpoints)
+        raise RunError("the reward function failed")
+    assert list(Path(cfg.sync.shm_dir).iterdir()) == []
 
 
 def test_the_states_of_a_live_program_are_refused_to_another(cfg: Config, tmp_path: Path) -> None:
@@ -192,6 +224,7 @@ def test_states_of_a_killed_program_are_spared_for_an_hour(
         patched.setattr("trinity_sync.weights.slots.time", Later())
         assert len(remove_stale(cfg.sync.shm_dir)) == 1
     kill_program(cfg, tmp_path)
+    assert remove_stale(cfg.sync.shm_dir) == [], "the hour of an earlier one is over"
     assert len(remove_stale(cfg.sync.shm_dir, spared_s=0)) == 1
 
 

@@ -691,6 +691,8 @@ def test_the_end_of_a_run_waits_for_copies_so_long_and_names_what_is_not_there(
             mirror=run_mirror(typed(cfg), OWNER),
             store=None,
             kept=None,
+            states=None,
+            heals=False,
         )
         run: Any = job.Job(made_of)
         monitor = make_actor(default_hdfs_dir=place, mirror=made_of.mirror.settings)

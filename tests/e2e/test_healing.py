@@ -20,6 +20,8 @@ from tests.e2e.runs import LIMIT_S, Run, Started, launch, resume, start
 from tests.e2e.test_faults import assert_ended_clean, leftovers
 from tests.e2e.test_free import FREE, assert_sound
 from tests.models.test_shapes import SMALL
+from trinity_sync.checkpoint.memory_states import states_path
+from trinity_sync.weights.slots import DEFAULT_ROOT
 
 STEPS, STRUCK_AT = 24, 10
 LENGTH = (f"trainer.steps={STEPS}", "checkpoint.interval=4")
@@ -100,14 +102,17 @@ def test_a_run_that_loses_a_process_goes_on_bit_for_bit(
 IN_MEMORY = (f"checkpoint.interval={STEPS}", "checkpoint.memory_interval=2")
 
 
-def states_in_memory() -> list[Path]:
-    return [*Path("/dev/shm").glob(f"trinity-sync-{os.geteuid()}/states-*")]
+def states_in_memory(run: Path) -> list[Path]:
+    """The folders of its attempts."""
+    return [*states_path(run, Path(DEFAULT_ROOT)).parent.glob("*/")]
 
 
 def wait_for_state(started: Started, step: int) -> None:
     """Until a state of the step or a later one is in memory."""
     ends = time.monotonic() + LIMIT_S
-    while not any(step_of(path) >= step for folder in states_in_memory() for path in folder.glob("*/global_step_*")):
+    while not any(
+        step_of(path) >= step for folder in states_in_memory(started.folder) for path in folder.glob("global_step_*")
+    ):
         assert started.process.poll() is None
         assert time.monotonic() < ends
         time.sleep(0.01)
@@ -122,7 +127,7 @@ def assert_goes_on_from_memory(run: Run) -> None:
     assert heal["resumed_from"] >= STRUCK_AT
     assert f"the state of step {heal['resumed_from']} was in memory" in " ".join(run.output.split())
     assert [event["step"] for event in run.events("commit") if event["kind"] == "full"] == [STEPS]
-    assert states_in_memory() == []
+    assert states_in_memory(run.folder) == []
 
 
 @pytest.mark.all
@@ -168,7 +173,7 @@ def test_a_refused_resume_leaves_the_state_of_a_killed_driver_to_the_next_one(
     assert run.code == 0, run.output
     assert run.record["attempts"][-1]["resumed_from"] >= STRUCK_AT
     assert run.digests == undisturbed.digests
-    assert states_in_memory() == []
+    assert states_in_memory(run.folder) == []
 
 
 class Up(NamedTuple):

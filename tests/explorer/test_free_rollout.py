@@ -41,7 +41,7 @@ class Pretend:
 
     def __init__(self, *names: str, restarts: int = 0) -> None:
         self.clients = {name: ExplorerClient(None, name) for name in names}
-        self.newest = 0
+        self.newest, self.replicas = 0, len(names)
         self.restarts = restarts
         self.orders: dict[str, list[Callable[[], None]]] = {name: [] for name in names}
         self.joining: dict[str, list[Callable[[], None]]] = {name: [] for name in names}
@@ -67,10 +67,10 @@ class Pretend:
     def leave(self, name: str) -> Version | None:
         return self.held.get(name, Version(0, 0))
 
-    def go_on(self, name: str, work: Work, samples_per_prompt: int) -> SampleBatch:
+    def go_on(self, name: str, step: int, prompts: Sequence[Prompt], samples_per_prompt: int) -> SampleBatch:
         held = self.leave(name)
         assert held is not None
-        return self._batch(name, work, samples_per_prompt, held.step)
+        return self._batch(name, [(step, prompts)], samples_per_prompt, held.step)
 
     def _batch(self, name: str, work: Work, samples_per_prompt: int, version: int) -> SampleBatch:
         self.calls.append((name, work))
@@ -548,8 +548,9 @@ def test_a_call_under_way_ends_and_its_groups_are_kept(runs: Runs, journal: Call
 def test_an_explorer_that_dies_is_named_and_the_other_makes_its_groups(
     runs: Runs, journal: Callable[[int], Journal]
 ) -> None:
-    members = Pretend("a", "b")
-    members.orders["a"] = [dies("a")]
+    members, called = Pretend("a", "b"), threading.Event()
+    members.orders["a"] = [lambda: called.set() or dies("a")()]
+    members.orders["b"] = [lambda: called.wait(LIMIT) and None]
     rollout = failed(runs, members, journal(0))
     rollout.go_on_alone(["a", "b"])
     made_by(rollout, 2 * GROUPS)

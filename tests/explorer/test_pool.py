@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -99,7 +99,7 @@ class Pools:
         base: str | None = None,
         engine: Mapping[str, Any] | None = None,
         kept: Mapping[str, LiveExplorer] | None = None,
-        present: int | None = None,
+        present: Sequence[str] | None = None,
     ) -> ExplorerPool:
         fixed: dict[str, Any] = {
             "engine": dict(engine or {}),
@@ -269,7 +269,7 @@ def test_a_share_that_was_finished_before_is_taken_from_the_journal_and_the_othe
 
 
 def test_fewer_explorers_make_the_samples_that_all_would_make_share_by_share(pool: ExplorerPool, pools: Pools) -> None:
-    fewer = pools.make(replicas=2, present=1, max_restarts=1)
+    fewer = pools.make(replicas=2, present=["explorer-0"], max_restarts=1)
     for one in (pool, fewer):
         one.load(FIRST, deliver)
     expected = list(pool.generate(7, PROMPTS, 2, deliver))
@@ -284,7 +284,7 @@ def test_fewer_explorers_make_the_samples_that_all_would_make_share_by_share(poo
 def test_explorers_that_make_several_shares_have_the_time_for_each(
     pools: Pools, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    fewer = pools.make(replicas=3, present=2, max_restarts=0)
+    fewer = pools.make(replicas=3, present=["explorer-0", "explorer-2"], max_restarts=0)
     fewer.load(FIRST, deliver)
     limits: list[float] = []
 
@@ -504,11 +504,11 @@ def test_one_that_was_handed_over_generates_with_its_version_for_the_pool_before
     made = list(first.produce("explorer-0", [(3, PROMPTS)], 2).batch)
     kept, told = handed_over(first), len(pools.generated)
     assert first.leave("explorer-0") == NEWEST
-    assert list(first.go_on("explorer-0", [(3, PROMPTS)], 2)) == made
+    assert list(first.go_on("explorer-0", 3, PROMPTS, 2)) == made
     assert len(pools.generated) == told, "the record of the attempt has ended"
     pools.tell_to_die("explorer-0", "generate")
     with pytest.raises(DeathError):
-        first.go_on("explorer-0", [(3, PROMPTS)], 2)
+        first.go_on("explorer-0", 3, PROMPTS, 2)
     first.end("explorer-1")
     assert kept.keys() == {"explorer-0", "explorer-1"}
     second = pools.make(replicas=2, max_restarts=0, free=True, kept=kept)

@@ -55,7 +55,7 @@ def test_a_signal_while_an_interrupted_program_ends_leaves_its_exit_code(signum:
         "from trinity_sync.host.interrupts import end_program, finishing_steps, interruptible\n"
         f"atexit.register(os.kill, os.getpid(), {signum})\n"
         "end_program()\n"
-        f"with contextlib.suppress(KeyboardInterrupt), interruptible(), {saves}:\n"
+        f"with contextlib.suppress(KeyboardInterrupt), interruptible(), interruptible(), {saves}:\n"
         "    signal.raise_signal(signal.SIGTERM)\n"
         "sys.exit(130)\n"
     )

@@ -63,17 +63,6 @@ def test_states_in_memory_need_room_beside_the_slots(free: dict[str, float]) -> 
         warnings("checkpoint.memory_interval=1")
 
 
-def test_states_of_killed_runs_go_where_their_room_is_needed(
-    free: dict[str, float], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def remove(root: str, *, spared_s: float) -> None:
-        free[root] = math.inf if spared_s == 0 else 0
-
-    free["/dev/shm"] = SLOTS
-    monkeypatch.setattr(machine, "remove_stale", remove)
-    assert warnings("checkpoint.memory_interval=1") == []
-
-
 def test_slots_without_any_room_are_refused(free: dict[str, float]) -> None:
     free |= {"/dev/shm": SLOTS - 1, "run": SLOTS - 1}
     with pytest.raises(ConfigError, match=r"^sync\.slots=2 need .* or lower sync\.slots"):
@@ -100,7 +89,7 @@ def test_the_checkpoints_of_a_run_that_begins_at_a_later_step_are_those_after_it
 
 def test_the_slots_of_killed_runs_count_as_free(free: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
     free["/dev/shm"] = SLOTS - 1
-    monkeypatch.setattr(machine, "remove_stale", lambda root, spared_s: free.update({root: SLOTS}))
+    monkeypatch.setattr(machine, "remove_stale", lambda root: free.update({root: SLOTS}))
     assert warnings() == []
 
 

@@ -29,6 +29,8 @@ def test_draft_heads_are_not_lost_when_the_engine_changes(tmp_path: Path) -> Non
         owner=None,
         mirror=None,
         kept=None,
+        states=None,
+        heals=False,
         cluster=None,
         run_key="run",
         use_gpu=False,

@@ -12,7 +12,7 @@ import hashlib
 import shutil
 import socket
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 
 from trinity_sync.checkpoint.folder import catalog
 from trinity_sync.checkpoint.folder.catalog import CheckpointInfo
+from trinity_sync.checkpoint.folder.contents import STAGING
 from trinity_sync.checkpoint.folder.lock import has_no_monitor, locked
 from trinity_sync.checkpoint.folder.owner import Owner, read_mark, write_mark
 from trinity_sync.checkpoint.mirror.run_mirror import MirrorSettings, RunMirror
@@ -40,14 +41,17 @@ class MemoryStates:
 
     Attributes:
         owner: the run.
+        is_recorded: whether the run's record has a step of an attempt; it has not if the run went on from elsewhere.
         begun: an attempt of this program has begun. Until then the states are those of a driver that was killed.
+        brought: a state was copied to the checkpoint folder.
         root: the folder of the attempt under way.
     """
 
     def __init__(self, kept: KeptFolder, owner: Owner | None = None, key: str = KEY) -> None:
         self._kept, self._key = kept, key
         self.owner = owner
-        self.begun = False
+        self.is_recorded: Callable[[int, int], bool] = lambda step, attempt: True
+        self.begun = self.brought = False
         self.root = kept.path
 
     def bring(self, checkpoints: Path, newest: CheckpointInfo | None) -> int | None:
@@ -58,12 +62,21 @@ class MemoryStates:
         for root in self._folders():
             # a monitor of the attempt before may still commit
             wait_until(partial(has_no_monitor, root), _MONITOR_S, _REST_S)
-            mark = read_mark(root)
+            shutil.rmtree(root / STAGING, ignore_errors=True)  # of a killed program; it takes room
+            mark, newest_state = read_mark(root), max(catalog.scan(root), key=lambda info: info.step, default=None)
             if self.owner is None or mark is None or mark.run != self.owner.run:
                 named = "none" if mark is None else f"{mark.run}, {mark}"
                 print(f"the states in {root} are not used: their run is {named}", file=sys.stderr)
+            elif newest_state is None:
+                continue
+            elif not self.is_recorded(newest_state.step, newest_state.attempt or 0):
+                print(
+                    f"the state of step {newest_state.step} in memory is not used: the run went on without it",
+                    file=sys.stderr,
+                )
             elif (step := _bring(root, checkpoints, newest, self.owner, self._key)) is not None:
                 print(f"the state of step {step} was in memory ({self._key})", file=sys.stderr)
+                self.brought = True
                 return step
         return None
 
@@ -71,22 +84,25 @@ class MemoryStates:
         """Bring the newest state of a run that ends by an error. It stays in memory if that fails."""
         try:
             self.bring(checkpoints, catalog.newest_good(checkpoints))
+            self._kept.stays = False
         except (TrinityError, OSError) as error:
-            self._kept.stays = True
             print(f"{error}; `trinity-sync resume` tries it again", file=sys.stderr)
 
     @contextmanager
     def attempt(self, number: int) -> Iterator[None]:
-        """Give an attempt its folder, and delete those of the attempts before."""
+        """Give an attempt its folder, and delete those of the attempts before. Its own goes with an orderly end of the
+        program; an error leaves it to `rescue`, or to the next program.
+        """
         assert self.owner is not None, "the launcher has set it"
         for folder in self._folders():
             shutil.rmtree(folder, ignore_errors=True)
         self.root = self._kept.path / _attempt_name(number)
         self.root.mkdir(exist_ok=True)
-        self.begun, self._kept.stays = True, False
+        self.begun = self._kept.stays = True
         with locked(self.root, Path(self.owner.folder)):
             write_mark(self.root, self.owner)
             yield
+        self._kept.stays = False
 
     def _folders(self) -> list[Path]:
         """Return those of all attempts, the newest first."""

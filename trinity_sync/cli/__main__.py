@@ -2,6 +2,6 @@
 
 import sys
 
-from trinity_sync.cli.main import main
+from trinity_sync.cli.main import program
 
-sys.exit(main())
+sys.exit(program())

@@ -38,13 +38,17 @@ _RUNS = ("run", "resume", "reproduce")
 """Commands whose result is not their output."""
 
 
+def program() -> int:
+    """Run the command of this process."""
+    end_program()
+    return main()
+
+
 @safe_streams()
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns the exit code: 0 done, 1 the run or the check failed, 2 the user's input is wrong, 130
     interrupted.
     """
-    if arguments is None:
-        end_program()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     code = _main(arguments)
     lost = arguments[:1] not in ([name] for name in _RUNS) and output_lost()

@@ -75,8 +75,8 @@ class ExplorerPool:
         kept: explorers that the pool of the attempt before has handed over, with the same spec. One that does not join,
             or does not load its first version, is started anew, which does not count as a restart.
         on_kept: called with each of these that has joined, and True; with an explorer that ends, and False.
-        present: number of explorers; None: `replicas`. Prompts are divided into `replicas` shares all the same, as
-            samples may depend on the batch in which they are made; some explorers then make several, in turn.
+        present: names of the explorers; None: `replicas` of them. Prompts are divided into `replicas` shares all the
+            same, as samples may depend on the batch in which they are made; some explorers then make several, in turn.
     """
 
     def __init__(
@@ -94,10 +94,10 @@ class ExplorerPool:
         start_agent: Callable[[str], AgentClient | None] = lambda node: None,
         kept: Mapping[str, LiveExplorer] | None = None,
         on_kept: Callable[[str, bool], None] = lambda name, lives: None,
-        present: int | None = None,
+        present: Sequence[str] | None = None,
     ) -> None:
         self.spec = spec
-        self._replicas = replicas
+        self.replicas = replicas
         self._synchronizer = synchronizer
         self._num_gpus = num_gpus
         self._restarts_left = max_restarts
@@ -115,7 +115,7 @@ class ExplorerPool:
         self._closes = False
         self._members: dict[str, RoundMember] = {}
         self._processes: dict[str, ExplorerProcess] = {}  # of connected explorers
-        names = [f"explorer-{index}" for index in range(replicas if present is None else present)]
+        names = explorer_names(replicas) if present is None else present
         kept = kept or {}
         self._kept = {name for name in names if name in kept}  # that have not loaded a version in this attempt
         self.clients = {
@@ -170,7 +170,7 @@ class ExplorerPool:
         """Give away the connected explorers, except those of some names, and those of the attempt before that have not
         loaded a version since. This pool calls them only for a rollout that goes on alone: `leave`, `go_on`, `end`.
         """
-        names = [name for name in self._processes if name not in self._kept and not but(name)]
+        names = [name for name in [*self._processes] if name not in self._kept and not but(name)]
         self._given |= {*names}
         self._on_generated = lambda generated: None  # the record of the attempt has ended
         return {name: LiveExplorer(self.clients[name].handle, self._processes.pop(name)["pid"]) for name in names}
@@ -179,12 +179,9 @@ class ExplorerPool:
         """Have an explorer leave the attempt; return the version that it holds. Any thread; raises as `produce`."""
         return self.clients[name].leave().result(self.work_limit())
 
-    def go_on(self, name: str, work: Sequence[tuple[int, Sequence[Prompt]]], samples_per_prompt: int) -> SampleBatch:
+    def go_on(self, name: str, step: int, prompts: Sequence[Prompt], samples_per_prompt: int) -> SampleBatch:
         """Have an explorer generate with the version that it holds. Any thread; raises as `produce`."""
-        client, limit = self.clients[name], self._timeout_s
-        return SampleBatch.concatenate(
-            [client.generate(step, prompts, samples_per_prompt).result(limit) for step, prompts in work]
-        )
+        return self.clients[name].generate(step, prompts, samples_per_prompt).result(self._timeout_s)
 
     def introduce(self, agents: dict[str, AgentClient], base: str | None = None, version_bytes: int = 0) -> None:
         """Set the node agents to which `join` connects explorers one by one, and the bytes of a version."""
@@ -289,7 +286,7 @@ class ExplorerPool:
         """Have all explorers generate for the prompts of a step; return the samples sorted by prompt and sample.
         `journal`: has the samples of shares that were finished before.
         """
-        shares = [share for share in assign(len(prompts), self._replicas) if share]
+        shares = [share for share in assign(len(prompts), self.replicas) if share]
         makers = dict(zip(shares, cycle(self.clients), strict=False))
         limit_s = self._timeout_s * -(-len(shares) // len(self.clients))
         finished: dict[range, SampleBatch] = {}
@@ -430,6 +427,20 @@ class ExplorerPool:
         story.warning("starting %s again (%d restarts left)", death.who, self._restarts_left)
         self._end_leases(death.who)
         self._restart(death.who)
+
+
+def explorer_names(count: int) -> list[str]:
+    """Return the names of so many explorers."""
+    return [f"explorer-{index}" for index in range(count)]
+
+
+def has_node(url: str) -> bool:
+    """Return whether the server of an URL has a node of Ray's; see `server_node`."""
+    try:
+        server_node(url)
+    except ConfigError:
+        return False
+    return True
 
 
 def server_node(url: str) -> str | None:

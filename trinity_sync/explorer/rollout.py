@@ -17,6 +17,7 @@ from trinity_sync.actors.explorer_client import LOAD_TRIES, Beside, LoadError, L
 from trinity_sync.errors import ProcessLoss, RunError, WaitTimeout
 from trinity_sync.explorer.pool import ExplorerPool
 from trinity_sync.host import interrupts
+from trinity_sync.host.logs import log_failure
 from trinity_sync.protocol.versions import Version
 from trinity_sync.samples.advantages import DrawnGroups, GroupFilter, Judge
 from trinity_sync.samples.batch import PairBatch, SampleBatch
@@ -354,8 +355,7 @@ class FreeRollout:
         with self._changed:
             self.alone, self._alive = True, {*names}
             others = sorted(self._busy - self._alive)
-        for name in others:
-            self._pool.end(name)
+        self._end(others)
         before = {thread.name: thread for thread in self._threads}
         following = [
             threading.Thread(target=self._serve_alone, args=(name, before[name]), name=name, daemon=True)
@@ -374,13 +374,23 @@ class FreeRollout:
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join(max(0.0, deadline - time.monotonic()))
-        for name in sorted(self._busy):  # a thread must not be in a call when Ray shuts down
-            self._pool.end(name)
-        for thread in self._threads:
-            if thread.ident is not None:
-                thread.join(_KILLED_S)
-        if self._journal is not None:
-            self._journal.close()
+        try:
+            self._end(sorted(self._busy))  # a thread must not be in a call when Ray shuts down
+            deadline = time.monotonic() + interrupts.left(_KILLED_S, interrupts.REST_S)
+            for thread in self._threads:
+                if thread.ident is not None:
+                    thread.join(max(0.0, deadline - time.monotonic()))
+        finally:
+            if self._journal is not None:
+                self._journal.close()
+
+    def _end(self, names: Collection[str]) -> None:
+        """Kill explorers, as far as Ray can."""
+        for name in names:
+            try:
+                self._pool.end(name)
+            except Exception as error:
+                log_failure(f"the end of {name}", error)
 
     # -- an explorer's thread
 
@@ -399,19 +409,22 @@ class FreeRollout:
         """Have an explorer generate once the call of its earlier thread has ended. An error ends this thread only: the
         next attempt meets it if it comes again.
         """
-        before.join()  # its call has a timeout
         try:
+            before.join()  # its call has a timeout
             with self._inside(name):
                 held = None if self._over else self._pool.leave(name)
             while held is not None and (groups := self._wait_alone(name, held)):
-                prompts = self._prompts_by_step(groups)
-                with self._inside(name):
-                    batch = self._pool.go_on(name, prompts, self._samples_per_prompt)
-                self._deliver(Production(batch, None))
-        except (DeathError, WaitTimeout):
-            self.lost.add(name)
-            self._give_back(name)
-        except Exception:
+                for step, prompts in self._prompts_by_step(groups):
+                    with self._inside(name):
+                        if self._over:  # Ray may be about to end
+                            return
+                        batch = self._pool.go_on(name, step, prompts, self._samples_per_prompt)
+                    self._deliver(Production(batch, None))
+        except Exception as error:
+            log_failure(f"{name}, while the run goes on", error)
+            if isinstance(error, (DeathError, WaitTimeout)):
+                self.lost.add(name)
+        finally:
             self._give_back(name)
 
     def _wait_alone(self, name: str, held: Version) -> list[GroupId]:
@@ -441,6 +454,8 @@ class FreeRollout:
             prompts = self._prompts_by_step(work)
             try:
                 with self._inside(name):
+                    if self._over:  # Ray may be about to end
+                        return None
                     produced = self._pool.produce(name, prompts, self._samples_per_prompt)
             except LoadError as error:
                 failures += 1
@@ -499,8 +514,8 @@ class FreeRollout:
             return None
 
     def _share(self) -> int:
-        """Return the most groups of one call."""
-        return -(-self._rules.groups_per_step // max(1, len(self._alive)))
+        """Return the most groups of one call: with fewer explorers than the settings have it stays, as its limit."""
+        return -(-self._rules.groups_per_step // self._pool.replicas)
 
     def _prompts_by_step(self, groups: Collection[GroupId]) -> list[tuple[int, list[Prompt]]]:
         by_step = groupby(sorted(groups), key=lambda group: group.step)

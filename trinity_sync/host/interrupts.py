@@ -35,7 +35,7 @@ _wake: int | None = None
 """The pipe of the innermost block for the numbers of signals. An event loop may have a pipe of its own."""
 _shields = 0
 _left = 0
-_ends = False
+_ends = _interrupted = False
 _deadline = math.inf
 """The latest end of the run; by `time.monotonic`."""
 _last_words: list[Callable[[], object]] = []
@@ -51,6 +51,7 @@ to its jobs the signals that the queue sends them, too.
 REST_S = 6.0
 """Seconds of the time after a signal that are reserved for the end of the actors, the record and Ray."""
 _WORDS_S = 2.0
+_PYTHON_ENDS_S = 10.0
 _SLICE_S = 1.0
 _FOR_STEP, _FOR_ALL = 0.5, 0.85
 """Shares of the limit: for the current step; for everything except the last words."""
@@ -62,8 +63,9 @@ def ending_signals() -> list[signal.Signals]:
 
 
 def end_program() -> None:
-    """Note that this program ends with its outermost `interruptible` block. Once that was interrupted, further signals
-    are ignored: they would kill Python while it ends, and another exit code would be seen.
+    """Note that this program ends with its outermost `interruptible` block. Once it was interrupted, further signals
+    are ignored then: they would kill Python while it ends, and another exit code would be seen. Python ends within
+    `_PYTHON_ENDS_S`.
     """
     global _ends
     _ends = True
@@ -85,7 +87,9 @@ def interruptible(*, sigterm_saves: bool = True, limit_s: float = 30.0) -> Itera
     first, raised, ends = math.inf, -math.inf, _ends and not _replaced
 
     def interrupt(signum: int, frame: FrameType | None) -> None:
+        global _interrupted
         nonlocal first, raised
+        _interrupted = True
         if signum in handled:
             received.append(signum)
         else:
@@ -115,7 +119,7 @@ def interruptible(*, sigterm_saves: bool = True, limit_s: float = 30.0) -> Itera
     saving = {*handled, *(set(ending) - {signal.SIGINT} if sigterm_saves else ())}
     try:
         with (
-            handling((*ending, *handled), interrupt, last=lambda: ends and first != math.inf),
+            handling((*ending, *handled), interrupt, last=lambda: ends and _interrupted),
             _ended_in_time(frozenset(ending), limit_s, give_step_up),
         ):
             yield
@@ -137,6 +141,10 @@ def handling(
     finally:
         _replaced.pop()
         ignored = ENDING if last() else ()
+        if ignored:
+            timer = threading.Timer(_PYTHON_ENDS_S, os._exit, [130])
+            timer.daemon = True
+            timer.start()
         for signum, replaced in before.items():
             signal.signal(signum, signal.SIG_IGN if signum in ignored else replaced)
 

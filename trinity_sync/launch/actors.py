@@ -36,7 +36,8 @@ from trinity_sync.errors import ConfigError, RunError, WaitLimit, WaitTimeout
 from trinity_sync.host import interrupts
 from trinity_sync.host.channel import SECRET_BYTES
 from trinity_sync.host.interrupts import REST_S, interrupted, left, shielded
-from trinity_sync.host.logs import story
+from trinity_sync.host.logs import log_failure, story
+from trinity_sync.host.threads import comes_true
 from trinity_sync.launch.cluster import Cluster, room_for
 from trinity_sync.launch.kept_explorers import KeptExplorers
 from trinity_sync.launch.row_scan import NOTHING, ScannedTask
@@ -55,6 +56,7 @@ if TYPE_CHECKING:
     from trinity_sync.actors.calls import Call
     from trinity_sync.actors.rank_client import RankClient, RankInfo
     from trinity_sync.actors.synchronizer_client import SynchronizerClient
+    from trinity_sync.explorer.actor import ExplorerSpec
     from trinity_sync.explorer.pool import ExplorerPool
     from trinity_sync.explorer.rollout import FreeRollout
     from trinity_sync.protocol.parts import Reference, Remainder
@@ -68,6 +70,7 @@ _PEAK_MEMORY_S = 5.0
 """Timeout for the actors' memory figures at the end of a run."""
 _FREED_S = 10.0
 """Time for Ray to end the processes of the attempt before, whose room the explorers need."""
+_LOOK_S = 1.0
 
 
 class _MemoryReporter(Protocol):
@@ -315,8 +318,10 @@ class Actors:
             yield
         except Exception as error:
             if self._kept is not None and self.pool is not None:
-                with contextlib.suppress(Exception):
+                try:
                     self._kept.keep(self.pool, error, self.rollout)
+                except Exception as failure:
+                    log_failure("the hand-over of explorers", failure)
             raise
         finally:
             if self.rollout is not None and not self.rollout.alone:
@@ -414,7 +419,7 @@ class Actors:
         return ExplorerPool(
             spec,
             replicas=cfg.explorer.replicas,
-            present=self._explorers_with_room(spec.processes),
+            present=self._explorers_with_room(spec),
             synchronizer=self.synchronizer,
             num_gpus=1.0 if self._use_gpu else 0.0,
             max_restarts=cfg.explorer.max_restarts,
@@ -429,30 +434,40 @@ class Actors:
             on_kept=self._recorder.lives_on,
         )
 
-    def _explorers_with_room(self, processes: int) -> int:
-        """Return the number of explorers to start; fewer than the settings' where a node of an existing cluster was
-        lost, and does not come back in time. The ranks have their room by now.
+    def _explorers_with_room(self, spec: ExplorerSpec) -> Sequence[str]:
+        """Return the explorers to start; fewer than the settings' where a node of an existing cluster was lost, and
+        does not come back in time. The ranks have their room by now. Raises WaitTimeout: no server's node is there.
         """
+        from trinity_sync.explorer.pool import explorer_names, has_node
+
         cluster, wanted, ranks = self._cfg.cluster, self._cfg.explorer.replicas, self._cfg.backend.ranks
+        names = explorer_names(wanted)
         if cluster.address is None or not self._heals:
-            return wanted
-        limit_s = max(cluster.rejoin_s, _FREED_S)
-        gpus = processes if self._use_gpu else 0
-        explorers = plural(wanted, "explorer")
+            return names
+        limit_s, explorers = max(cluster.rejoin_s, _FREED_S), plural(wanted, "explorer")
         self._phase(f"waiting at most {limit_s:g} s for room for {explorers} (cluster.rejoin_s)")
-        found = room_for(wanted, {"CPU": 1.0, **({"GPU": float(gpus)} if gpus else {})}, limit_s)
-        if found < wanted:
+        if spec.servers:
+            comes_true(lambda: all(map(has_node, spec.servers)), interrupts.left(limit_s, REST_S), _LOOK_S)
+            present = [name for name, url in zip(names, spec.servers, strict=True) if has_node(url)]
+            if not present:
+                raise WaitTimeout("Ray's cluster", "have a node with a server of explorer.url", limit_s)
+            there, later = f"the nodes of {len(present)} of {wanted} servers", ""
+        else:
+            gpus = spec.processes if self._use_gpu else 0
+            found = room_for(wanted, {"CPU": 1.0, **({"GPU": float(gpus)} if gpus else {})}, limit_s)
+            present = names[: max(found, 1)]
             there = f"{ranks + found} of {ranks + wanted} processors"
             if gpus:
                 there += f" and {ranks + gpus * found} of {ranks + gpus * wanted} GPUs"
             later = "" if found else f" once it has room, within cluster.start_timeout_s={cluster.start_timeout_s:g}"
+        if later or len(present) < wanted:
             self._recorder.fault(
                 "the cluster",
-                f"it has room for {found} of {explorers} after {limit_s:g} s (cluster.rejoin_s): {there} that the run "
-                f"needs. The run goes on with {plural(max(found, 1), 'explorer')}{later}; if it has to go on once "
-                "more, it asks for all again",
+                f"it has room for {0 if later else len(present)} of {explorers} after {limit_s:g} s "
+                f"(cluster.rejoin_s): {there} that the run needs. The run goes on with "
+                f"{plural(len(present), 'explorer')}{later}; if it has to go on once more, it asks for all again",
             )
-        return max(found, 1)
+        return present
 
     def _make_model(self) -> None:
         """Make the initial model of ranks and explorers. A resumed run has it already, but one that starts again may

@@ -66,7 +66,7 @@ class RestartPolicy:
 
     Attributes:
         kept: explorers that live on until the next attempt.
-        on_gpus: whether an attempt has used GPUs.
+        gpus_per_node: the most that an attempt had on a node; 0: none has used GPUs.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class RestartPolicy:
         driver: SupervisedDriver | None = None,
     ) -> None:
         self.kept = KeptExplorers(lambda error: self.heals(error) and not _is_of_memory(error))
-        self.on_gpus = False
+        self.gpus_per_node = 0
         self._most, self._window_s, self._silent_s, self._clock, self._driver = most, window_s, silent_s, clock, driver
         self._restarts: list[tuple[float, int]] = []  # when, and the step of the newest checkpoint then
         self._story: list[str] = []

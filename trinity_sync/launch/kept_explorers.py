@@ -5,6 +5,7 @@ engine is slow to start. Only with a local Ray, which is kept as well.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -77,10 +78,11 @@ class KeptExplorers:
         import ray
 
         self.end_rollout(0.0)
-        if self._alive and self._connection == _connection():
-            for one in self._alive.values():
-                ray.kill(one.handle)
-        self._alive = {}
+        alive, self._alive = self._alive, {}
+        if alive and self._connection == _connection():
+            for one in alive.values():
+                with suppress(Exception):  # Ray may be lost
+                    ray.kill(one.handle)
 
 
 def _connection() -> str | None:

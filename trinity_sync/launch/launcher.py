@@ -12,6 +12,7 @@ import tempfile
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, Protocol, cast
@@ -52,6 +53,7 @@ from trinity_sync.launch.start import (
 )
 from trinity_sync.models.files import MAX_FILE_BYTES, ModelFiles, check_alone, check_code, check_named
 from trinity_sync.models.tokens import check_vocabulary
+from trinity_sync.tracking import json_lines
 from trinity_sync.tracking.events import HealEvent, RowsEvent
 from trinity_sync.tracking.recorder import Recorder
 from trinity_sync.tracking.run_record import RunFolder, holds_run, run_id
@@ -71,11 +73,11 @@ _TIDY_S = 1.0
 
 class Healer(Protocol):
     """Decides whether an attempt follows a failed one; `healing.RestartPolicy`. `kept`: explorers kept until then.
-    `on_gpus`: whether an attempt has used GPUs.
+    `gpus_per_node`: the most that an attempt had on a node.
     """
 
     kept: KeptExplorers
-    on_gpus: bool
+    gpus_per_node: int
 
     def heals(self, error: BaseException | None) -> bool: ...
 
@@ -126,7 +128,7 @@ def run(
         owner = Owner.new(run_id(folder.run_json), folder.path)
         write_mark(checkpoints, owner)
         if states is not None:
-            states.owner = owner
+            states.owner, states.is_recorded = owner, partial(_has_step, folder.metrics)
         marks = stack.enter_context(contextlib.ExitStack())
         if resume is None:
             marks.callback(_take_back, folder, (checkpoints / MARK).unlink)
@@ -190,6 +192,10 @@ def run(
                 states.rescue(checkpoints)
             raise
     return 0
+
+
+def _has_step(metrics: Path, step: int, attempt: int) -> bool:
+    return any((line.get("step"), line.get("attempt")) == (step, attempt) for line in json_lines.read(metrics))
 
 
 class LookResult(NamedTuple):
@@ -313,11 +319,8 @@ def _threads() -> int:
 
 def _uses_gpu(cfg: Config, healing: Healer | None) -> bool:
     """Return whether an attempt uses GPUs: one that follows another stays on them where their nodes are lost."""
-    address, before = cfg.cluster.address, healing is not None and healing.on_gpus
-    found = accelerator_count() > 0 or (address is not None and (before or has_gpus(address)))
-    if healing is not None:
-        healing.on_gpus = found
-    return found
+    address, before = cfg.cluster.address, healing is not None and healing.gpus_per_node > 0
+    return accelerator_count() > 0 or (address is not None and (before or has_gpus(address)))
 
 
 def _run(job_class: type[Job], config: RunConfig, prepared: Preparation, threads: int, healing: Healer | None) -> None:
@@ -344,6 +347,9 @@ def _run(job_class: type[Job], config: RunConfig, prepared: Preparation, threads
         name = f"trinity-{run_key}"
         forked = cfg.cluster.forks and not use_gpu
         with cluster(cfg.cluster, namespace=name, cpus=cpus, env=env, forked=forked, lost=lost) as ray_cluster:
+            if healing is not None and use_gpu:  # a lost node may come back
+                healing.gpus_per_node = max(healing.gpus_per_node, ray_cluster.gpus_per_node)
+                ray_cluster = replace(ray_cluster, gpus_per_node=healing.gpus_per_node)
             setup = Setup(**vars(prepared), cluster=ray_cluster, run_key=run_key, use_gpu=use_gpu)
             job = job_class(setup)
             peaks: dict[str, int] = {}

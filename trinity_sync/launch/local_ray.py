@@ -124,12 +124,12 @@ class LocalRay:
         return self.lives()
 
     def _workers(self, spared: Collection[int]) -> list[psutil.Process]:
-        stay = set(self.base)
+        found, stay = processes_of(self.folder), set(self.base)  # in this order: spared ones may start children
         for pid in spared:
             with contextlib.suppress(psutil.Error):
                 parent = psutil.Process(pid)
                 stay |= {parent, *parent.children(recursive=True)}
-        return [process for process in processes_of(self.folder) if process not in stay and lives(process)]
+        return [process for process in found if process not in stay and lives(process)]
 
 
 @contextlib.contextmanager
@@ -156,9 +156,11 @@ def local_ray(
     finally:
         if keeper is None or keeper.ray is not ray:
             with shielded():
-                if keeper is not None:
-                    keeper.ends()
-                ray.end()
+                try:
+                    if keeper is not None:
+                        keeper.ends()
+                finally:
+                    ray.end()
 
 
 @contextlib.contextmanager
@@ -207,8 +209,10 @@ class _Keeper:
         kept, self.ray = self.ray, None
         if kept is not None:
             with shielded():
-                self.ends()
-                kept.end()
+                try:
+                    self.ends()
+                finally:
+                    kept.end()
 
 
 _keepers: list[_Keeper] = []

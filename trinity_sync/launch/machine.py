@@ -244,7 +244,7 @@ def check_room(cfg: Config, run_dir: Path, checkpoints: Path, start: int = 0) ->
     states = _STATES * size if cfg.checkpoint.memory_interval else 0
     if slots + states > shared:  # perhaps by what killed runs have left, which the start would remove as well
         with contextlib.suppress(TrinityError, OSError):
-            remove_stale(cfg.sync.shm_dir, spared_s=0)
+            remove_stale(cfg.sync.shm_dir)
         shared = _free(cfg.sync.shm_dir)
     if states > shared:
         raise ConfigError(

@@ -94,13 +94,14 @@ class Start:
     ) -> Start:
         step = 0
         found = None
-        if not resume.from_scratch:
+        # from scratch: the attempts of this program have begun again, and go on from their own states
+        scratch = resume.from_scratch and not (states is not None and states.brought)
+        if not scratch:
             with _advised():
                 found = _newest(checkpoints, mirror, resume, committed, recorded)
         elif mirror is not None:
             mirror.check(checkpoints, recorded)
-        # from scratch: the attempts of this program have begun again, and go on from their own states
-        if states is not None and (states.begun or not resume.from_scratch) and states.bring(checkpoints, found):
+        if states is not None and (states.begun or not scratch) and states.bring(checkpoints, found):
             with _advised():
                 found = resume_point.find(checkpoints, skip_unreadable=resume.skip_unreadable)
         step = found.step if found is not None else 0
@@ -108,7 +109,7 @@ class Start:
             resume_point.check_start(checkpoints, step)
         if found is None:
             where = f"{checkpoints} or at {mirror.name}" if mirror is not None else str(checkpoints)
-            why = "as asked for" if resume.from_scratch else f"no checkpoint in {where} verifies yet"
+            why = "as asked for" if scratch else f"no checkpoint in {where} verifies yet"
             start = cls.first(cfg, checkpoints, resume)
             begin = "at step 1" if start.folder is None else f"with checkpoint.resume_from={start.folder}"
             print(f"{why}: the run begins again {begin}", file=sys.stderr)

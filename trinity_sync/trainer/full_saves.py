@@ -148,7 +148,10 @@ class FullSaves:
 
     def keeps(self) -> bool:
         """Return whether a state can be kept in memory now: no save is under way, for which the ranks would wait."""
-        return self._memory is not None and not self._pending and not self._memory._pending
+        if self._memory is None:
+            return False
+        self.poll()
+        return not self._pending and not self._memory._pending
 
     def _begin(
         self,

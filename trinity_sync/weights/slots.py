@@ -32,7 +32,7 @@ from trinity_sync.host.locks import ForeignFileError, open_lock, open_own_folder
 DEFAULT_ROOT = "/dev/shm"
 _HOME = "trinity-sync"
 _LOCK = "owner.lock"
-_KEPT = "kept"
+_KEPT, _LEFT = "kept", "left"
 _SPARED_S = 3600.0
 _LOCK_S = 60.0
 """Timeout for another process of the user that looks for stale folders."""
@@ -240,14 +240,13 @@ def _identity(path: str | Path) -> tuple[int, int] | None:
 
 
 def remove_stale(root: str | Path = DEFAULT_ROOT, *, spared_s: float = _SPARED_S) -> list[Path]:
-    """Delete this user's folders under `root` whose owner has died, and return them. A `kept_folder` that has changed
-    in the last `spared_s` seconds stays: a supervised driver is about to start again.
+    """Delete this user's folders under `root` whose owner has died, and return them. A `kept_folder` stays for
+    `spared_s` seconds after its owner was first found dead: a supervised driver is about to start again.
     """
     try:
         with _home(Path(root), create=False) as home:
             folders = [folder for folder in sorted(home.iterdir()) if folder.is_dir()]
-            until = time.time() - spared_s
-            return [one for one in folders if not _changed_after(one, until) and _remove_if_stale(one)]
+            return [one for one in folders if _remove_if_stale(one, time.time() - spared_s)]
     except (FileNotFoundError, ForeignFileError):
         return []
 
@@ -277,15 +276,10 @@ def _home(root: Path, *, create: bool, timeout_s: float | None = None) -> Iterat
         os.close(descriptor)
 
 
-def _changed_after(folder: Path, until: float) -> bool:
-    """Return whether a `kept_folder` or a folder in it has changed since."""
-    with suppress(OSError):
-        return (folder / _KEPT).exists() and any(one.stat().st_mtime > until for one in (folder, *folder.iterdir()))
-    return False
-
-
-def _remove_if_stale(folder: Path) -> bool:
-    """Delete a run's folder unless its owner lives. The caller has locked its parent."""
+def _remove_if_stale(folder: Path, until: float = 0.0) -> bool:
+    """Delete a run's folder unless its owner lives, or was found dead later than `until`. The caller has locked its
+    parent.
+    """
     try:
         lock = open_lock(folder / _LOCK, create=False)
     except (FileNotFoundError, ForeignFileError):
@@ -295,11 +289,22 @@ def _remove_if_stale(folder: Path) -> bool:
     try:
         if lock is not None and not try_lock(lock):
             return False
+        if (folder / _KEPT).exists() and _is_spared(folder / _LEFT, until):
+            return False
         shutil.rmtree(folder, ignore_errors=True)
     finally:
         if lock is not None:
             os.close(lock)
     return not folder.exists()
+
+
+def _is_spared(left: Path, until: float) -> bool:
+    """Return whether the owner of a kept folder was found dead later than a time; `left` notes the first time."""
+    with suppress(OSError):
+        if not left.exists():
+            left.touch()
+        return left.stat().st_mtime > until
+    return False
 
 
 @dataclass
@@ -324,11 +329,13 @@ def kept_folder(root: str | Path, name: str) -> Iterator[KeptFolder]:
             raise SegmentError(f"{folder} is in use by a live process")
     kept = KeptFolder(folder)
     try:
+        (folder / _LEFT).unlink(missing_ok=True)
         (folder / _KEPT).touch()
         yield kept
     finally:
-        if not kept.stays or not any(one.is_dir() for one in folder.iterdir()):
-            shutil.rmtree(folder, ignore_errors=True)
+        with suppress(OSError):  # somebody may have deleted it
+            if not kept.stays or not any(one.is_dir() for one in folder.iterdir()):
+                shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
         with suppress(OSError, WaitTimeout), _home(Path(root), create=False, timeout_s=0):
             pass

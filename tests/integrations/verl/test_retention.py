@@ -63,6 +63,6 @@ def test_the_monitor_knows_verls_limit_before_the_commit(limit: int | None, told
 
 @pytest.mark.parametrize(("limit", "kept"), [(3, [3]), (None, []), (0, []), (-1, [])])
 def test_the_limit_is_enforced_where_there_is_one(limit: int | None, kept: list[int]) -> None:
-    rank: Any = SimpleNamespace(_monitor=Mock(), _timeout_s=1.0, previous_saved_paths=[])
+    rank: Any = SimpleNamespace(_folders={}, _monitor=Mock(), _timeout_s=1.0, previous_saved_paths=[])
     CommittedSaves.register_checkpoint(rank, "/checkpoints/global_step_4/actor", limit)
     assert [call.args[0] for call in rank._monitor.prune.call_args_list] == kept

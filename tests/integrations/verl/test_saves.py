@@ -611,8 +611,8 @@ def test_a_signal_within_the_call_of_a_save_waits_for_its_end(ranks: Ranks) -> N
         order.append("saved")
 
     manager._begin_save = saving  # type: ignore[method-assign]
-    manager._monitor = SimpleNamespace(  # type: ignore[assignment]
-        finish_saves=lambda limit: order.append("asked") or SimpleNamespace(result=lambda seconds: None)
+    manager._monitor.finish_saves = lambda limit: (  # type: ignore[method-assign]
+        order.append("asked") or SimpleNamespace(result=lambda seconds: None)
     )
     manager._commits.drop()
     thread = threading.Thread(target=lambda: manager.save(ranks.root, 4))

@@ -140,7 +140,8 @@ class CommittedSaves(Saves):
         self._trainer_files: TrainerFiles | None = None
         self._synchronizer = None if opens is not None else _synchronizer(ray_namespace)
         if opens is None:
-            self._use(self._folder(RunMonitor.in_namespace(ray_namespace, timeout_s)))
+            self._folders[False] = self._folder(RunMonitor.in_namespace(ray_namespace, timeout_s))
+            self._use(self._folders[False])
 
     # ---- what differs from engine to engine
 
@@ -214,6 +215,9 @@ class CommittedSaves(Saves):
         if self._opens is None or self._in_memory is not None:
             self._check_earlier(step)  # in the folder of the earlier save
         self._open(local_path)
+        if self._in_memory and False in self._folders:
+            checked = self._folders[False].commits.raise_failures
+            together(f"save step {step}, because an earlier save failed", checked)
         if kind == FULL:
             self._limit = max_ckpt_to_keep
         if self._step != step:
@@ -222,7 +226,16 @@ class CommittedSaves(Saves):
         saved = self._saved.get(place, set())
         todo = [name for name in names if name not in saved]
         self.previous_global_step = step
-        if todo:
+        if todo and self._in_memory:
+            try:
+                self._write(local_path, step, kind, todo)
+            except ConfigError:
+                raise
+            except RunError as error:  # on every rank
+                self._forget()
+                self._tell_lost(error)
+                return
+        elif todo:
             self._write(local_path, step, kind, todo)
         elif kind not in self._kinds:  # all of it is saved as the other kind
             if kind == FULL and self._roles:
@@ -289,8 +302,11 @@ class CommittedSaves(Saves):
             self._forget()
             if not self._in_memory:
                 raise
-            if self.rank == 0:
-                say(f"a state in memory is lost: {error}")
+            self._tell_lost(error)
+
+    def _tell_lost(self, error: Exception) -> None:
+        if self.rank == 0:
+            say(f"a state in memory is lost: {error}")
 
     def _begin(self, local_path: str, step: int, kind: Kind, todo: list[str]) -> tuple[Path, Path]:
         """Return the folder of the files and the step's staging folder above it. Rank 0 announces the parts."""
@@ -332,12 +348,12 @@ class CommittedSaves(Saves):
         if limit_s is not None:
             with self._saving:
                 pass
-            if self._root is not None:
-                following = self._commits.following()  # the trainer may begin another save
-                self._monitor.finish_saves(limit_s).result(limit_s)
+            for folder in [*self._folders.values()] if self._root is not None else []:
+                following = folder.commits.following()  # the trainer may begin another save
+                folder.monitor.client.finish_saves(limit_s).result(limit_s)
                 for thread in following:
                     thread.join(limit_s)
-                self._commits.raise_failures()
+                folder.commits.raise_failures()
         elif self.rank != 0 or (self._trainer_files is not None and self._trainer_files.is_awaited):
             self.finish_writing()
         else:
@@ -397,7 +413,13 @@ class CommittedSaves(Saves):
         try:
             self.trainer_went_on()
             self._finish_writing()
-            self._commits.wait()
+            for in_memory, folder in self._folders.items():
+                try:
+                    folder.commits.wait()
+                except RunError as error:
+                    if not in_memory:
+                        raise
+                    self._tell_lost(error)
         except Exception:
             self._forget()
             raise

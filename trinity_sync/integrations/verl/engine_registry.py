@@ -22,8 +22,8 @@ from trinity_sync.errors import ConfigError
 from trinity_sync.integrations.verl import remote_copies
 from trinity_sync.integrations.verl.at_exit import finish_at_exit
 from trinity_sync.integrations.verl.committed_saves import CommittedSaves
-from trinity_sync.integrations.verl.local_run import open_monitor, under_ray
-from trinity_sync.integrations.verl.vendor import RETENTION, VENDOR, say
+from trinity_sync.integrations.verl.local_run import is_in_memory, open_monitor, under_ray
+from trinity_sync.integrations.verl.vendor import MEMORY_INTERVAL, RETENTION, VENDOR, say
 from trinity_sync.protocol.retention import KeepVersions, Policy, make_policies
 
 if TYPE_CHECKING:
@@ -91,6 +91,10 @@ class SavesThroughUs:
         """Save through our manager. The program's last save is written when this returns, as Ray kills workers at
         once.
         """
+        if self._saves is None and is_in_memory(local_path):  # verl's limit of checkpoints would count those on disk
+            raise ConfigError(
+                f"{MEMORY_INTERVAL}: verl saves the checkpoints of this engine itself; unset the variable"
+            )
         self._went_on()
         self._wait_until_copied()
         super().save_checkpoint(local_path, *args, **kwargs)  # type: ignore[misc]

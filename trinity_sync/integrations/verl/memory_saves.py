@@ -23,7 +23,7 @@ from trinity_sync.checkpoint.folder.contents import write_tracker
 from trinity_sync.checkpoint.folder.lock import locked
 from trinity_sync.checkpoint.folder.owner import Owner, adopt, read_mark
 from trinity_sync.checkpoint.memory_states import MemoryStates, states_folder, states_path
-from trinity_sync.errors import ConfigError
+from trinity_sync.errors import ConfigError, WaitTimeout
 from trinity_sync.integrations.verl.vendor import MEMORY_INTERVAL, SHM_DIR, say
 from trinity_sync.protocol.parts import FULL
 from trinity_sync.weights.slots import DEFAULT_ROOT, remove_stale
@@ -55,11 +55,15 @@ def bring(root: Path, newest: CheckpointInfo | None) -> bool:
     mark = read_mark(root) if memory_interval() else None
     if mark is None:
         return False
-    with locked(root, root), states_folder(root, shm_dir()) as kept:
-        step = MemoryStates(kept, mark, MEMORY_INTERVAL).bring(root, newest)
-        if step is not None:
-            write_tracker(root, FULL, step)
-            kept.stays = False
+    try:
+        with locked(root, root), states_folder(root, shm_dir()) as kept:
+            step = MemoryStates(kept, mark, MEMORY_INTERVAL).bring(root, newest)
+            if step is not None:
+                write_tracker(root, FULL, step)
+                kept.stays = False
+    except (OSError, WaitTimeout) as error:
+        say(f"states in memory cannot be looked for ({MEMORY_INTERVAL}): {error}")
+        return False
     return step is not None
 
 
@@ -218,7 +222,7 @@ def _program_states(checkpoints: str, *, owns: bool) -> Iterator[Path]:
         states = MemoryStates(kept, Owner.new(adopt(root), root), MEMORY_INTERVAL)
         with states.attempt(0):
             pass  # the monitor of the states locks their folder
-        kept.stays = True
+        kept.stays = True  # also after an error
         yield states.root
         kept.stays = False
 
