@@ -45,9 +45,9 @@ def main() -> None:
     parser.add_argument("overrides", nargs="*", help="for launch.py")
     options = parser.parse_args()
     found: dict[str, list[dict[str, float]]] = {}
-    for _ in range(options.rounds):
+    for number in range(options.rounds):
         with tempfile.TemporaryDirectory() as folder:
-            for name, figures in one_round(Path(folder), options).items():
+            for name, figures in one_round(Path(folder), options, number).items():
                 found.setdefault(name, []).append(figures)
                 print(json.dumps({name: figures}), file=sys.stderr)
     medians = {name: {key: over(rounds, key) for key in rounds[0]} for name, rounds in found.items()}
@@ -72,11 +72,12 @@ def over(rounds: Sequence[dict[str, float]], key: str) -> float:
     return (min if key == "same" else statistics.median)(one[key] for one in rounds)
 
 
-def one_round(folder: Path, options: argparse.Namespace) -> dict[str, dict[str, float]]:
-    """The figures of each run of a round."""
+def one_round(folder: Path, options: argparse.Namespace, number: int) -> dict[str, dict[str, float]]:
+    """The figures of each run of a round. Runs with and without the journal take turns in coming first."""
     given = (f"trainer.steps={options.steps}", f"checkpoint.interval={options.steps // 4}", *options.overrides)
     found = {}
-    for name, more in {"journal": "samples.journal=true", "no journal": "samples.journal=false"}.items():
+    settings = [("journal", "samples.journal=true"), ("no journal", "samples.journal=false")]
+    for name, more in settings[:: -1 if number % 2 else 1]:
         run = folder / name.replace(" ", "-")
         journal_bytes = watch(run, [*given, more], None, options.steps)
         steps = [line["timing/step"] for line in lines(run, "metrics.jsonl") if line["step"] > 2]

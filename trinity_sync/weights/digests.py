@@ -14,7 +14,8 @@ in order. The version digest is the xxh3_128 hex of the lines ``name dtype shape
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import os
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -148,7 +149,7 @@ class RowPlan:
             return rows_digest(self._whole[number].rows.data(views))
 
         if self._whole_bytes >= _PROCESS_BYTES and pool is not None and native.library() is not None:
-            done = list(pool.map(here, range(len(self._whole))))
+            done = _shared_work(pool, here, len(self._whole))
         elif processes is None or self._whole_bytes < _PROCESS_BYTES:
             done = [here(number) for number in range(len(self._whole))]
         else:
@@ -156,6 +157,21 @@ class RowPlan:
             asked = [(paths[rows.part], rows.at, rows.rows, rows.width) for rows, _, _ in self._whole]
             done = helpers.digest(asked, here)
         return dict(piece for span, digests in zip(self._whole, done, strict=True) for piece in span.cut(digests))
+
+
+def _shared_work(pool: Executor, task: Callable[[int], bytes], count: int) -> list[bytes]:
+    """Do numbered tasks on the threads of a pool and on this one; return their results."""
+    done, numbers = [b""] * count, iter(range(count))  # its steps are atomic
+
+    def work() -> None:
+        for number in numbers:
+            done[number] = task(number)
+
+    others = [pool.submit(work) for _ in range(min(count, os.cpu_count() or 1))]
+    work()
+    for other in others:
+        other.result()
+    return done
 
 
 def version_digest(tensors: Iterable[tuple[str, str, Sequence[int], bytes]]) -> str:
