@@ -34,7 +34,7 @@ AIMS = {
 """The figures to reach; at most so many of each."""
 
 LIMITS = {
-    "lines": 75_178,
+    "lines": 75_168,
     "modules": 295,
     "docstring lines / code lines": 0.21,
     "import lines / code lines": 0.1,

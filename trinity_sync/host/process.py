@@ -64,8 +64,10 @@ def environment(values: Mapping[str, str]) -> Iterator[None]:
 
 @contextmanager
 def replaced(owner: object, **attributes: object) -> Iterator[None]:
-    """Replace attributes of a class or a module during the block: functions of other programs that have no switch."""
-    before = {name: vars(owner)[name] for name in attributes}
+    """Replace attributes of a class, a module or an object during the block, such as functions of other programs that
+    have no switch.
+    """
+    before = {name: vars(owner)[name] if name in vars(owner) else getattr(owner, name) for name in attributes}
     try:
         for name, value in attributes.items():
             setattr(owner, name, value)

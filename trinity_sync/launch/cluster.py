@@ -115,8 +115,8 @@ def has_gpus(address: str) -> bool:
 
 
 def room_for(count: int, bundle: Mapping[str, float], limit_s: float) -> int:
-    """Wait until the cluster has room for `count` processes, each of which takes a bundle of resources; return for how
-    many it has room at the limit. Ray itself is asked to reserve it, as it alone knows what is free and where.
+    """Wait until the cluster has room for `count` processes with a bundle of resources each. Return the number for
+    which it has room at the limit. Ray itself is asked to reserve it, as it alone knows what is free and where.
     """
     from ray.util.placement_group import placement_group, placement_group_table, remove_placement_group
 

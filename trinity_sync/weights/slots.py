@@ -333,7 +333,7 @@ def kept_folder(root: str | Path, name: str) -> Iterator[KeptFolder]:
         (folder / _KEPT).touch()
         yield kept
     finally:
-        with suppress(OSError):  # somebody may have deleted it
+        with suppress(OSError):  # the user may have deleted it
             if not kept.stays or not any(one.is_dir() for one in folder.iterdir()):
                 shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)

@@ -24,6 +24,7 @@ from trinity_sync.checkpoint.folder.lock import locked
 from trinity_sync.checkpoint.folder.owner import Owner, adopt, read_mark
 from trinity_sync.checkpoint.memory_states import MemoryStates, states_folder, states_path
 from trinity_sync.errors import ConfigError, WaitTimeout
+from trinity_sync.host.process import replaced
 from trinity_sync.integrations.verl.vendor import MEMORY_INTERVAL, SHM_DIR, say
 from trinity_sync.protocol.parts import FULL
 from trinity_sync.weights.slots import DEFAULT_ROOT, remove_stale
@@ -135,13 +136,13 @@ def _of_sft(fit: Method) -> Method:
             if schedule.is_on_disk(step):
                 save(step)
             elif schedule.is_in_memory(step):
-                with _changed(handler, default_local_dir=str(memory), default_hdfs_dir=None, max_ckpt_to_keep=1):
+                with replaced(handler, default_local_dir=str(memory), default_hdfs_dir=None, max_ckpt_to_keep=1):
                     save(step)
 
         with (
             _program_states(handler.default_local_dir, owns=handler.rank == 0) as memory,
-            _changed(self, save_freq=schedule.every),
-            _changed(handler, save_checkpoint=save_checkpoint),
+            replaced(self, save_freq=schedule.every),
+            replaced(handler, save_checkpoint=save_checkpoint),
         ):
             return fit(self)
 
@@ -168,15 +169,15 @@ def _of_ppo(fit: Method) -> Method:
             elif schedule.is_in_memory(self.global_steps):
                 limits = {"max_actor_ckpt_to_keep": 1, "max_critic_ckpt_to_keep": 1}
                 with (
-                    _changed(trainer, default_local_dir=str(memory), default_hdfs_dir=None, **limits),
-                    _changed(self, checkpoint_callback=CheckpointCallback(self.config)),
+                    replaced(trainer, default_local_dir=str(memory), default_hdfs_dir=None, **limits),
+                    replaced(self, checkpoint_callback=CheckpointCallback(self.config)),
                 ):
                     save()
 
         with (
             _program_states(trainer.default_local_dir, owns=True) as memory,
-            _changed(trainer, save_freq=schedule.every),
-            _changed(self, _save_checkpoint=save_checkpoint),
+            replaced(trainer, save_freq=schedule.every),
+            replaced(self, _save_checkpoint=save_checkpoint),
         ):
             return fit(self, *args, **kwargs)
 
@@ -225,16 +226,3 @@ def _program_states(checkpoints: str, *, owns: bool) -> Iterator[Path]:
         kept.stays = True  # also after an error
         yield states.root
         kept.stays = False
-
-
-@contextmanager
-def _changed(owner: object, **values: object) -> Iterator[None]:
-    """Change attributes for the block."""
-    before = {name: getattr(owner, name) for name in values}
-    try:
-        for name, value in values.items():
-            setattr(owner, name, value)
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(owner, name, value)
