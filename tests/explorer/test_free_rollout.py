@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.patience import until
 from trinity_sync.actors.calls import DeathError
 from trinity_sync.actors.explorer_client import ExplorerClient, LoadError, LoadReport, Production
 from trinity_sync.errors import ProcessLoss, RunError, WaitTimeout
@@ -533,8 +534,7 @@ def test_a_call_under_way_ends_and_its_groups_are_kept(runs: Runs, journal: Call
     members, free = Pretend("a"), threading.Event()
     members.orders["a"] = [lambda: free.wait(LIMIT) and None]
     rollout = runs.start(members, journal=journal(0), outlives=True)
-    while not members.calls:
-        time.sleep(0.01)
+    until(lambda: members.calls)
     rollout.pause()
     rollout.go_on_alone(["a"])
     members.held["a"] = None  # it makes no more
@@ -581,8 +581,7 @@ def test_nothing_is_written_once_the_next_attempt_has_begun(
     rollout = failed(runs, members, journal(0))
     members.orders["a"] = [lambda: free.wait(LIMIT) and None]
     rollout.go_on_alone(["a"])
-    while not members.calls:
-        time.sleep(0.01)
+    until(lambda: members.calls)
     rollout.close(0.1)
     assert members.killed["a"].is_set()
     following = journal(1)
@@ -593,14 +592,15 @@ def test_nothing_is_written_once_the_next_attempt_has_begun(
 
 
 def test_an_explorer_that_does_not_live_on_ends(runs: Runs, journal: Callable[[int], Journal]) -> None:
-    members = Pretend("a", "b")
+    members, free = Pretend("a", "b"), threading.Event()
     members.orders["a"] = [members.hang("a")]
+    members.orders["b"] = [lambda: free.wait(LIMIT) and None]  # else it may make all groups, and a is never called
     rollout = runs.start(members, journal=journal(0), outlives=True)
-    while not any(name == "a" for name, _ in members.calls):
-        time.sleep(0.01)
+    until(lambda: any(name == "a" for name, _ in members.calls))
     rollout.pause()
     rollout.go_on_alone(["b"])
     assert members.killed["a"].wait(LIMIT)
+    free.set()
     assert not members.killed["b"].is_set()
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.patience import until
 from trinity_sync.host import interrupts
 from trinity_sync.host.child_process import start_child
 from trinity_sync.host.interrupts import finishing_steps, interruptible
@@ -208,8 +209,7 @@ def test_a_program_that_hears_no_signal_ends_in_time_and_says_its_last_words() -
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == "up\n"
-        while "futex" not in Path(f"/proc/{process.pid}/wchan").read_text():
-            time.sleep(0.01)
+        until(lambda: "futex" in Path(f"/proc/{process.pid}/wchan").read_text())
         began = time.monotonic()
         process.send_signal(signal.SIGTERM)
         said, error = process.communicate(timeout=60)

@@ -24,6 +24,7 @@ from ray._private.node import Node
 from ray.util.placement_group import placement_group
 
 from tests.launch.test_cluster import lives, marked, remove_when_left, settings
+from tests.patience import until
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.host.interrupts import ENDING
 from trinity_sync.host.process import driver_lifeline
@@ -270,8 +271,7 @@ def test_an_actor_that_lives_on_keeps_its_processes(tmp_path: Path, monkeypatch:
     command = [sys.executable, "-c", "import subprocess; subprocess.run(['sleep', '60'])"]
     alive, left = (subprocess.Popen(one) for one in (command, ["sleep", "60"]))
     parent, other = psutil.Process(alive.pid), psutil.Process(left.pid)
-    while not parent.children():
-        time.sleep(0.01)
+    until(parent.children)
     (child,) = parent.children()
     monkeypatch.setattr(local_ray, "processes_of", lambda folder: [parent, child, other])
     kept = local_ray.LocalRay(tmp_path, REQUEST, 1, frozenset(), lambda: None)
@@ -383,8 +383,7 @@ def test_one_whose_raylet_dies_between_two_runs_is_replaced(root: Path) -> None:
         with a_run(root) as first:
             pass
         os.kill(first, signal.SIGKILL)
-        while lives(psutil.Process(first)):
-            time.sleep(0.01)
+        until(lambda: not lives(psutil.Process(first)))
         with a_run(root) as second:
             assert ray.get(of_a_task.remote(), timeout=100)
     assert first != second

@@ -6,7 +6,6 @@ import asyncio
 import os
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +18,7 @@ from ray.exceptions import ActorUnavailableError, RayActorError
 from ray.experimental import get_local_object_locations
 
 from tests import local_ray
+from tests.patience import until
 from tests.sync.helpers import LIMIT, random_weights
 from tests.sync.light import Member
 from tests.sync.trinity_configs import RunningStatus, SyncMethod, config
@@ -46,13 +46,6 @@ def trinity(cluster: None, namespace: str, tmp_path: Path) -> Iterator[Synchroni
     synchronizer = Synchronizer.get_actor(config(namespace, str(tmp_path)))
     yield synchronizer
     ray.kill(synchronizer.actor)
-
-
-def until(holds: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + LIMIT
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 # ---- the handle

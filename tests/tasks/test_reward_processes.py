@@ -21,6 +21,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.patience import until
 from tests.tasks import bad_rewards
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.host.child_process import OWN_NAMES, start_child
@@ -417,7 +418,7 @@ def test_a_signal_to_all_that_ends_a_program_of_the_function_is_no_verdict(
         judge.warm_up()
         judging_process = in_background(partial(verdicts, judge, program, "true"), "judge")
         for number, signum in enumerate(signals, 1):
-            wait_for(lambda number=number: ran.exists() and len(ran.read_bytes()) == number)
+            until(lambda number=number: ran.exists() and len(ran.read_bytes()) == number)
             signal_all(judge, signum)
         assert judging_process.result(LIMIT_S) == [Verdict(1.0, None), Verdict(1.0, None)]
 
@@ -432,7 +433,7 @@ def test_a_signal_to_all_that_ends_a_lasting_program_of_the_function_is_no_verdi
             signal_all(judge, signal.SIGTERM)
         judging_process = in_background(partial(verdicts, judge, "", ""), "judge")
         if not idle:
-            wait_for(lambda: judge._workers[0].current is not None)
+            until(lambda: judge._workers[0].current is not None)
             signal_all(judge, signal.SIGTERM)
         assert judging_process.result(LIMIT_S) == [Verdict(1.0, None), Verdict(1.0, None)]
 
@@ -447,16 +448,9 @@ def test_a_signal_to_an_idle_process_without_programs_does_not_end_it() -> None:
         assert judge.pids == before
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    until = time.monotonic() + LIMIT_S
-    while not condition():
-        assert time.monotonic() < until
-        time.sleep(0.01)
-
-
 def signal_all(judge: RewardProcesses, signum: signal.Signals) -> None:
     """Signal its processes and all below them, once a program of the function runs."""
-    wait_for(lambda: any(map(sleeps, started_by(judge))))
+    until(lambda: any(map(sleeps, started_by(judge))))
     for one in started_by(judge):
         with suppress(psutil.NoSuchProcess):
             one.send_signal(signum)
@@ -509,7 +503,7 @@ def test_what_it_prints_comes_as_whole_lines(capfd: pytest.CaptureFixture[str]) 
 def test_what_it_prints_of_a_line_is_there_while_it_waits(capfd: pytest.CaptureFixture[str]) -> None:
     with judging() as judge:
         verdicts(judge, "begins a line")
-        wait_for(lambda: capfd.readouterr().err == "so far")
+        until(lambda: capfd.readouterr().err == "so far")
 
 
 def test_no_process_outlives_the_one_it_judges_for() -> None:

@@ -21,6 +21,7 @@ from typing import Any
 import psutil
 import pytest
 
+from tests.patience import until
 from tests.tracking.pretend import FileTracker, calls, process
 from tests.tracking.test_trackers import Fake
 from trinity_sync.errors import ConfigError
@@ -63,13 +64,6 @@ class Standing(Fake):
         super()._do(*call)
         if call[0] == self._at:
             self._until.wait(LIMIT_S)
-
-
-def wait_for(what: Any) -> None:
-    deadline = time.monotonic() + LIMIT_S
-    while not what():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
 
 
 def test_only_finite_numbers_are_handed_on(run: TrackedRun) -> None:
@@ -131,7 +125,7 @@ def test_a_tracker_that_fails_later_is_told_once(run: TrackedRun, caplog: pytest
     trackers.report_faults(lambda where, error: told.append((where, error)))
     for step in range(3):
         trackers.log(step, {"a": 1})
-    wait_for(lambda: len(bad.calls) == 4)
+    until(lambda: len(bad.calls) == 4)
     trackers.close("completed")
     assert [call[1] for call in good.calls if call[0] == "log"] == [0, 1, 2]
     assert told == [("tracker Fake", "does not take the metrics, the run goes on without: no network")]
@@ -142,7 +136,7 @@ def test_faults_that_nobody_asked_for_are_logged(run: TrackedRun, caplog: pytest
     trackers = Trackers([bad], run)
     with caplog.at_level(logging.WARNING):
         trackers.log(1, {"a": 1})
-        wait_for(lambda: caplog.records)
+        until(lambda: caplog.records)
     trackers.close("completed")
     assert "tracker Fake: does not take the metrics" in caplog.text
 
@@ -188,7 +182,7 @@ def test_what_waits_for_a_tracker_is_bounded(
     told: list[str] = []
     trackers.report_faults(lambda where, error: told.append(error))
     trackers.log(0, {"a": 1})
-    wait_for(lambda: len(standing.calls) == 2)
+    until(lambda: len(standing.calls) == 2)
     for step in range(1, 20):
         trackers.log(step, {"a": 1})
     assert told == ["is 5 calls behind and misses the next ones; metrics.jsonl has them"]
@@ -265,7 +259,7 @@ def test_a_tracker_apart_is_closed_as_failed_when_the_process_of_the_run_is_kill
     )
     done = subprocess.run([sys.executable, "-c", code], timeout=LIMIT_S)
     assert done.returncode == -9
-    wait_for(lambda: not psutil.pid_exists(process(tmp_path)))
+    until(lambda: not psutil.pid_exists(process(tmp_path)))
     assert calls(tmp_path) == ["start copy", "end failed", "close"]
 
 
@@ -280,7 +274,7 @@ def test_a_tracker_that_stands_still_does_not_keep_the_program_from_ending(tmp_p
         "trackers.log(1, {'a': 1})\n"
     )
     assert subprocess.run([sys.executable, "-c", code], timeout=45.0).returncode == 0
-    wait_for(lambda: not psutil.pid_exists(process(tmp_path)))
+    until(lambda: not psutil.pid_exists(process(tmp_path)))
 
 
 def test_a_fork_of_a_trackers_process_answers_nothing_and_ends(run: TrackedRun) -> None:
@@ -294,7 +288,7 @@ def test_a_fork_of_a_trackers_process_answers_nothing_and_ends(run: TrackedRun) 
     assert calls(run.folder) == ["start copy", *(f"log {step} {{'a': {step}.0}}" for step in (1, 2, 3)), "end completed", "close"]  # fmt: skip # noqa: E501
     said = (run.folder / "logs" / "tracker-file.log").read_text()
     for pid in re.findall(r"the fork is (\d+)", said):
-        wait_for(lambda pid=int(pid): not pid or not psutil.pid_exists(pid) or zombie(pid))
+        until(lambda pid=int(pid): not pid or not psutil.pid_exists(pid) or zombie(pid))
 
 
 def zombie(pid: int) -> bool:
