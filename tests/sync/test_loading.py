@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import ray
@@ -229,6 +230,21 @@ def test_a_digest_of_what_was_read_again_after_it_proves_nothing_once_the_lease_
         assert loader.held is None
     else:
         assert loader.load(sealed.version).digest == sealed.digest
+
+
+def test_a_load_from_shared_memory_waits_for_a_gpu_once(
+    trainer: PretendTrainer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The streams are stand-ins; the slot's bytes stay until the lease ends."""
+    stream = Mock()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    weights = random_weights(29)
+    loader = make_loader(trainer, empty(weights))
+    loader._target._receiver._cuda_devices = {torch.device("cuda")}  # type: ignore[attr-defined]
+    sealed = trainer.publish(weights)
+    assert sum(len(layout.buckets()) for layout in trainer.layouts.values()) > 2
+    assert loader.load(None).digest == sealed.digest
+    assert stream.synchronize.call_count == 1
 
 
 # ---- what does not fit

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import random
+from contextlib import nullcontext
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -220,6 +222,36 @@ def test_the_segment_can_be_released_after_a_load() -> None:
     segment = bytearray(128)
     Receiver({"w": torch.zeros(128, dtype=torch.uint8)}).apply(one, segment, bucket_digests(segment, one))
     segment.clear()  # refused by Python as long as a view of it lives
+
+
+@pytest.fixture
+def waits(monkeypatch: pytest.MonkeyPatch) -> Mock:
+    """A stand-in for the wait for a GPU's stream: there is none here."""
+    stream = Mock()
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: stream)
+    return stream.synchronize
+
+
+@pytest.mark.parametrize("damaged", [False, True])
+def test_a_load_waits_for_a_gpu_once_also_when_it_fails(waits: Mock, damaged: bool) -> None:
+    one = layout(whole("w", "U8", (640,)))
+    segment = bytearray(640)
+    digests = bucket_digests(segment, one)
+    assert len(digests) == 10
+    segment[-1] ^= damaged
+    receiver = Receiver({"w": torch.zeros(640, dtype=torch.uint8)})
+    receiver._cuda_devices = {torch.device("cuda")}
+    with pytest.raises(ChecksumError) if damaged else nullcontext():
+        receiver.apply(one, segment, digests)
+    assert waits.call_count == 1
+
+
+def test_a_piece_whose_memory_is_used_again_is_waited_for(waits: Mock) -> None:
+    one = layout(whole("w", "U8", (64,)))
+    receiver = Receiver({"w": torch.zeros(64, dtype=torch.uint8)})
+    receiver._cuda_devices = {torch.device("cuda")}
+    receiver.take(one, 0, bytes(64))
+    assert waits.call_count == 1
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import importlib
 import os
+import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 from unittest.mock import Mock
 
@@ -62,6 +64,23 @@ def test_parts_of_a_matrix_are_digested_one_after_another(digests: ModuleType, m
     assert digests.row_digests(matrix.to(DEVICE), torch.float32) == row_digests(matrix, "F32")
 
 
+def test_digests_of_several_matrices_are_read_from_a_gpu_at_once(
+    digests: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that are not for it are digested by the CPU, in their places."""
+    monkeypatch.setattr(tensors, "_gpu_digests", lambda: digests)
+    read = Mock(wraps=digests.read)
+    monkeypatch.setattr(digests, "read", read)
+    some = [torch.randn(5, 160), torch.randn(3, 7), torch.zeros(0, 160), torch.randn(400), torch.randn(9, 128)]
+    if DEVICE == "cpu":
+        found = tensors._digests_on_gpu(dict(enumerate((one.reshape(-1, one.shape[-1]), "BF16") for one in some)))
+        assert found == {number: row_digests(some[number], "BF16") for number in (0, 3, 4)}
+    else:
+        found = tensors.each_row_digests((one.to(DEVICE), "BF16") for one in some)
+        assert found == [row_digests(one, "BF16") for one in some]
+    assert read.call_count == 1
+
+
 @pytest.mark.parametrize("row_bytes", [0, 8, 240, 250, (256 << 10) + 8])
 def test_other_rows_are_for_the_cpu(digests: ModuleType, row_bytes: int) -> None:
     assert not digests.takes(row_bytes)
@@ -86,8 +105,24 @@ def test_a_gpu_without_triton_has_its_rows_copied(
 def test_a_kernel_that_fails_later_has_its_rows_copied(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    broken = Mock(takes=lambda row_bytes: True, row_digests=Mock(side_effect=RuntimeError("out of disk")))
+    broken = Mock(takes=lambda row_bytes: True, queue=Mock(side_effect=RuntimeError("out of disk")))
     monkeypatch.setattr(tensors, "_gpu_digests", lambda: broken)
     for _ in range(2):
-        assert tensors._digests_on_gpu(torch.zeros(2, 160), "BF16", 320) is None
+        assert tensors._digests_on_gpu({0: (torch.zeros(2, 160), "BF16")}) == {}
     assert caplog.text.count("RuntimeError: out of disk") == 1
+
+
+@pytest.mark.all
+@pytest.mark.skipif(DEVICE == "cuda", reason="there is a GPU")
+@pytest.mark.skipif(bool(os.environ.get("TRITON_INTERPRET")), reason="this is the interpreter")
+def test_the_kernel_gives_the_same_bytes_in_tritons_interpreter(tmp_path: Path) -> None:
+    """The installation for CPUs leaves Triton out."""
+    uv = [str(Path(sys.executable).with_name("uv")), "pip", "install", "--quiet", "--python", sys.executable]
+    asked = subprocess.run([*uv, "--no-deps", "--target", str(tmp_path), "triton"], capture_output=True, text=True)
+    if asked.returncode:
+        pytest.skip(f"Triton cannot be fetched: {asked.stderr.strip()[-200:]}")
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
+    environment = os.environ | {"PYTHONPATH": str(tmp_path), "TRITON_INTERPRET": "1"}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert ended.returncode == 0, ended.stdout[-4000:]
+    assert " passed" in ended.stdout

@@ -165,12 +165,14 @@ class Bucket(NamedTuple):
 
     layout: PartLayout  # `PartLayout` of the part
     number: int  # of the piece
-    # Its bytes, valid until the next piece is asked for; None where they are in their destination already.
+    # Its bytes, valid until the next piece is asked for, or as `lasts` has it; None where they are in their destination
+    # already.
     data: Segment | None
     digest: bytes | None  # of the bytes; None where only the whole version is checked, or nothing
     cut: Cut = "bucket"  # the kind of pieces, see `PartLayout.pieces`
     moved: int | None = None  # bytes that travelled for it; None: all of its bytes
     apply_s: float = 0.0  # that deltas took to apply
+    lasts: bool = False  # `data` is valid until all pieces have been asked for
 
 
 FindDestination = Callable[[PartLayout, int, Cut], "torch.Tensor | None"]

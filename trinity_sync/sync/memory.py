@@ -174,7 +174,7 @@ class MemoryTransport:
         for info in parts_here(self._agents, self._node, lease, self._timeout_s, self._on_fault):
             layout, segment = layouts[info.part], self._segments.get(info.path, info.nbytes)
             for number, data, digest in in_buckets(layout, segment, info.buckets):
-                yield Bucket(layout, number, data, digest)
+                yield Bucket(layout, number, data, digest, lasts=True)
 
 
 class SlotMaps:

@@ -64,14 +64,18 @@ class LiveTensors:
         if self._verify == "full":
             self._receiver.begin()
         with closing(self._transport.buckets(lease, broadcast, self._receiver)) as buckets:
-            for layout, number, data, digest, cut, travelled, apply_s in buckets:
-                if data is None:
-                    self._receiver.received(layout, number, cut)
-                else:
-                    self._receiver.take(layout, number, data, digest if self._verify != "off" else None, cut)
-                start, stop = layout.pieces(cut)[number]
-                moved += stop - start if travelled is None else travelled
-                took += apply_s
+            try:
+                for layout, number, data, digest, cut, travelled, apply_s, lasts in buckets:
+                    if data is None:
+                        self._receiver.received(layout, number, cut)
+                    else:
+                        digest = digest if self._verify != "off" else None
+                        self._receiver.take(layout, number, data, digest, cut, wait=not lasts)
+                    start, stop = layout.pieces(cut)[number]
+                    moved += stop - start if travelled is None else travelled
+                    took += apply_s
+            finally:
+                self._receiver.settle()
         return moved, took
 
     def _prove(self, lease: Lease) -> str:

@@ -22,7 +22,16 @@ from trinity_sync.weights.layout import Cut, PartLayout, Segment
 from trinity_sync.weights.shards import Rect, Shard, check_cover, listed, matrix_view, shape_text, whole
 from trinity_sync.weights.staging import Stretch
 from trinity_sync.weights.tensor_rows import DIGEST_BYTES, rows_digest
-from trinity_sync.weights.tensors import byte_tensor, castable, from_torch, rounds, row_digests, state_digest, to_torch
+from trinity_sync.weights.tensors import (
+    byte_tensor,
+    castable,
+    each_row_digests,
+    from_torch,
+    rounds,
+    row_digests,
+    state_digest,
+    to_torch,
+)
 from trinity_sync.weights.wire import WireFormat
 
 if TYPE_CHECKING:
@@ -113,13 +122,24 @@ class Receiver:
         Raises ChecksumError: names part and bucket. Raises MismatchError if a shard fits no destination. Raises
         LayoutError: the buffer is too small.
         """
-        for bucket, data, digest in in_buckets(layout, buffer, digests):
-            self.take(layout, bucket, data, digest)
+        try:
+            for bucket, data, digest in in_buckets(layout, buffer, digests):
+                self.take(layout, bucket, data, digest, wait=False)
+        finally:  # also after an error: the caller may reuse the memory
+            self.settle()
 
     def take(
-        self, layout: PartLayout, number: int, data: Segment, digest: bytes | None = None, cut: Cut = "bucket"
+        self,
+        layout: PartLayout,
+        number: int,
+        data: Segment,
+        digest: bytes | None = None,
+        cut: Cut = "bucket",
+        *,
+        wait: bool = True,
     ) -> None:
-        """Copy piece `number` of a part into the destinations; the memory of `data` is free once this returns.
+        """Copy piece `number` of a part into the destinations; the memory of `data` is free once this returns, or,
+        without `wait`, once `settle` does.
 
         `digest`: 16 bytes, or None to trust the bytes; `cut`: how the part is cut into pieces.
 
@@ -139,8 +159,13 @@ class Receiver:
                     _copy(tensor, copy, copy.target)
                 self._note(copy.rows)
         finally:  # also after an error: the caller may reuse the piece's memory
-            for device in self._cuda_devices:
-                torch.cuda.current_stream(device).synchronize()
+            if wait:
+                self.settle()
+
+    def settle(self) -> None:
+        """Wait for copies to GPUs."""
+        for device in self._cuda_devices:
+            torch.cuda.current_stream(device).synchronize()
 
     def destination(self, layout: PartLayout, number: int, cut: Cut) -> torch.Tensor | None:
         """Return the destination's bytes of a piece, to receive it there directly; call `received` afterwards.
@@ -185,13 +210,15 @@ class Receiver:
         Every row was digested after it was written, since `begin`.
         """
         book = self._book or RowBook()
-        found = []
-        for name, (own, shape, rows) in self._described.items():
-            dtype = self._published.get(name) or from_torch(own)
-            for first, stop in book.missing(name, rows):
-                book.add(name, first, row_digests(self._matrices[name][first:stop], dtype))
-            found.append((name, dtype, shape, xxh3_128_digest(book.digests(name))))
-        return found
+        dtypes = {name: self._published.get(name) or from_torch(own) for name, (own, *_) in self._described.items()}
+        missing = [(name, *rows) for name, (*_, count) in self._described.items() for rows in book.missing(name, count)]
+        of_each = each_row_digests((self._matrices[name][first:stop], dtypes[name]) for name, first, stop in missing)
+        for (name, first, _), digests in zip(missing, of_each, strict=True):
+            book.add(name, first, digests)
+        return [
+            (name, dtypes[name], shape, xxh3_128_digest(book.digests(name)))
+            for name, (_, shape, _) in self._described.items()
+        ]
 
     def digest(self, wire: WireFormat | str | None) -> str:
         """Return the version digest (hex) of the destinations' present values, in the dtypes of the wire."""

@@ -7,6 +7,7 @@ program sums a few rows, whose 8 accumulators lie side by side.
 from __future__ import annotations
 
 import struct
+from collections.abc import Sequence
 from functools import cache
 
 import torch
@@ -82,11 +83,22 @@ def takes(row_bytes: int) -> bool:
 
 def row_digests(matrix: torch.Tensor, dtype: torch.dtype) -> bytes:
     """Return 16 bytes for each row of a matrix, cast to `dtype` a part at a time; rows as `takes` has them."""
+    return read([queue(matrix, dtype)])[0]
+
+
+def queue(matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Queue the digests of `row_digests` on the matrix's device; `read` waits for them."""
     step = max(_CHUNK_BYTES // (matrix[0].numel() * dtype.itemsize), 1)
-    return b"".join(_digests(chunk.to(dtype)) for chunk in matrix.reshape(len(matrix), -1).split(step))
+    return torch.cat([_digests(chunk.to(dtype)) for chunk in matrix.reshape(len(matrix), -1).split(step)])
 
 
-def _digests(matrix: torch.Tensor) -> bytes:
+def read(queued: Sequence[torch.Tensor]) -> list[bytes]:
+    """Return the digests of each call of `queue` on one device, with one copy from it."""
+    halves = torch.cat(list(queued)).cpu().split([len(one) for one in queued])
+    return [one.numpy().byteswap().tobytes() for one in halves]  # the high half first, each big-endian
+
+
+def _digests(matrix: torch.Tensor) -> torch.Tensor:
     count = len(matrix)
     data = matrix.contiguous().view(-1).view(torch.uint8)  # flat: the stride of a single row may be odd
     words = (data.clone() if data.storage_offset() % 8 else data).view(torch.int64).view(count, -1)
@@ -97,8 +109,7 @@ def _digests(matrix: torch.Tensor) -> bytes:
         _digest_rows[(triton.cdiv(count, _ROWS),)](
             words, _table(matrix.device), digests, count, length, *starts, ROWS=_ROWS, num_warps=2
         )
-    canonical: bytes = digests.cpu().numpy().byteswap().tobytes()  # the high half first, each big-endian
-    return canonical
+    return digests
 
 
 def _signed(number: int) -> int:

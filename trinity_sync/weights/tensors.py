@@ -270,12 +270,26 @@ def row_digests(tensor: torch.Tensor, dtype: str) -> bytes:
     """Return 16 bytes for each row of a detached tensor (a slice along dim 0; below two dimensions: one row), cast to
     `dtype`.
     """
+    (digests,) = each_row_digests([(tensor, dtype)])
+    return digests
+
+
+def each_row_digests(tensors: Iterable[tuple[torch.Tensor, str]]) -> list[bytes]:
+    """Return the `row_digests` of several (tensor, dtype). Those that a GPU computes are read from it together."""
+    tensors = [(tensor.reshape(1, -1) if tensor.ndim < 2 else tensor, dtype) for tensor, dtype in tensors]
+    found: dict[int, bytes] = {}
+    by_device: dict[torch.device, list[int]] = {}
+    for number, (tensor, _) in enumerate(tensors):
+        if tensor.is_cuda:
+            by_device.setdefault(tensor.device, []).append(number)
+    for numbers in by_device.values():
+        found |= _digests_on_gpu({number: tensors[number] for number in numbers})
+    return [found[number] if number in found else _digests_here(*one) for number, one in enumerate(tensors)]
+
+
+def _digests_here(tensor: torch.Tensor, dtype: str) -> bytes:
     rows, cols = matrix_view(tensor.shape)
     row_bytes = cols * shards.itemsize(dtype)
-    if tensor.ndim < 2:
-        tensor = tensor.reshape(1, cols)
-    if tensor.is_cuda and rows and (digests := _digests_on_gpu(tensor, dtype, row_bytes)) is not None:
-        return digests
     if row_bytes > CHUNK_BYTES:
         return b"".join(_long_row_digest(tensor[row], dtype) for row in range(rows))
     step = CHUNK_BYTES // row_bytes if row_bytes else max(rows, 1)
@@ -284,17 +298,20 @@ def row_digests(tensor: torch.Tensor, dtype: str) -> bytes:
     )
 
 
-def _digests_on_gpu(matrix: torch.Tensor, dtype: str, row_bytes: int) -> bytes | None:
-    """Return the digests of rows on a GPU; None: they have to be copied to be digested."""
-    gpu = _gpu_digests()
-    if gpu is None or not gpu.takes(row_bytes):
-        return None
+def _digests_on_gpu(matrices: Mapping[int, tuple[torch.Tensor, str]]) -> dict[int, bytes]:
+    """Return the digests of rows on one GPU, by number. Matrices that are left out have to be copied to be digested."""
+    if (gpu := _gpu_digests()) is None:
+        return {}
     try:
-        found: bytes = gpu.row_digests(matrix, to_torch(dtype))
-        return found
+        queued = {
+            number: gpu.queue(matrix, to_torch(dtype))
+            for number, (matrix, dtype) in matrices.items()
+            if len(matrix) and gpu.takes(matrix[0].numel() * shards.itemsize(dtype))
+        }
+        return dict(zip(queued, gpu.read(list(queued.values())), strict=True)) if queued else {}
     except Exception as error:  # Triton compiles for other lengths later, which may fail, too
         _warn_once(f"{type(error).__name__}: {error}")
-        return None
+        return {}
 
 
 @cache
