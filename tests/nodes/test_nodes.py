@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from trinity_sync.actors.synchronizer_client import SynchronizerClient
 from trinity_sync.models.architecture import make_model
 from trinity_sync.sync import Synchronizer, SynchronizerConfig
 
+NIXL = find_spec("nixl") is not None
 SHAPES = {"embed.weight": (4096, 1024), "layers.0.mlp.weight": (24, 10)}
 
 
@@ -60,10 +62,13 @@ class Explorer:
     def load(self) -> tuple[str | None, int, str]:
         """Digest, bytes, node."""
         report = self._loader.load(None)
+        assert report.fault is None
         return report.digest, report.bytes_moved, node_id()
 
 
-@pytest.mark.parametrize("transport", ["tcp", "ray"])
+@pytest.mark.parametrize(
+    "transport", ["tcp", "ray", pytest.param("nixl", marks=pytest.mark.skipif(not NIXL, reason="needs NIXL"))]
+)
 def test_explorers_of_another_node_hold_what_was_published_and_their_node_fetches_it_once(
     there: str, tmp_path: Path, transport: str
 ) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from functools import partial
+from importlib.util import find_spec
 from operator import gt, le, lt
 from pathlib import Path
 from typing import Any
@@ -279,8 +280,11 @@ def _check_encoding(get: Get) -> Iterator[Problem]:
 
 
 def _check_transport(get: Get) -> Iterator[Problem]:
-    if get("sync.mode") == "nccl" and (chosen := get("sync.transport")) in ("tcp", "ray"):
+    if get("sync.mode") == "nccl" and (chosen := get("sync.transport")) in ("tcp", "nixl", "ray"):
         yield Problem("sync.transport", f"is {chosen}, which is for sync=memory; set it to auto, nccl or gloo")
+    elif get("sync.transport") == "nixl" and find_spec("nixl") is None:
+        told = "is nixl, which is not installed here; install nixl and nixl-cu12 (docs/sync.md), or set it to auto"
+        yield Problem("sync.transport", told)
 
 
 def sync_settings(settings: Mapping[str, object], explorer: str) -> dict[str, object]:

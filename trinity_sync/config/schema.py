@@ -373,7 +373,7 @@ class SyncConfig:
     timeout_s: float = seconds(more_than=0)
     min_rate_mbps: float | None = number(more_than=0)
     lease_s: float = seconds(more_than=0)
-    transport: str = choice("auto", "nccl", "gloo", "tcp", "ray")
+    transport: str = choice("auto", "nccl", "gloo", "tcp", "nixl", "ray")
     shm_dir: str = MISSING
     durable: bool = MISSING
 

@@ -490,7 +490,7 @@ class DeltaCopies:
                 self._mapped[name] = path, memoryview(arena.map(0, name))
             parts[name] = replace(info, node=self._side.node, path=str(path))
         total, self.apply_s = 0, 0.0
-        for layout, number, data, digest, cut, moved, apply_s in self._transport.buckets(lease, None, self):
+        for layout, number, data, digest, cut, moved, apply_s, _ in self._transport.buckets(lease, None, self):
             if data is not None:
                 check_bytes(f"{cut} {number} of part {layout.part}", memoryview(data), len(data), digest)
                 self._piece(layout, number, cut)[:] = data

@@ -35,10 +35,11 @@ from trinity_sync.actors.synchronizer_client import SynchronizerClient
 from trinity_sync.errors import RunError, WaitTimeout, grown
 from trinity_sync.host.hardware import peak_memory
 from trinity_sync.host.logs import log_failure, own_log, story
-from trinity_sync.host.threads import PATIENCE, BackgroundWork
+from trinity_sync.host.threads import PATIENCE, BackgroundWork, in_background
 from trinity_sync.protocol.parts import FileTuple, PartInfo, delta_file, shard_file
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.deltas import KeptDeltas
+from trinity_sync.sync.memory_reads import open_reads
 from trinity_sync.sync.pieces import (
     PIECE_BYTES,
     BroughtPart,
@@ -83,7 +84,7 @@ class AgentConfig:
     save_timeout_s: float = 1800.0  # until a part of a full checkpoint may be written
     log_dir: str | None = None  # None: Ray's own logs
     log_name: str = "node-agent"
-    transport: str = "auto"  # of parts from other nodes (`sync.transport`): ``tcp``, ``ray``, else both
+    transport: str = "auto"  # of parts from other nodes (`sync.transport`): ``nixl``, ``tcp``, ``ray``; else as it can
     secret: bytes | None = field(default=None, repr=False)  # of the run's agents; None: ``ray``
     sync_timeout_s: float = 60.0  # for a part from another node; a `WaitLimit` grows with its bytes
     brings: Mapping[str, int] = field(default_factory=dict)  # parts that its explorers read, of all nodes -> bytes
@@ -125,6 +126,8 @@ class NodeAgent:
         stall_s = grown(config.sync_timeout_s, PIECE_BYTES, more_s=stall_s - config.sync_timeout_s)
         who = f"the agent of node {self._node}"
         self._server = PieceServer(ray.util.get_node_ip_address(), config.secret, who, stall_s)
+        if config.transport == "nixl":
+            in_background(open_reads, "nixl")  # takes seconds
         self._brought = BroughtParts(self._fetchers(stall_s), self._make_slots)
         # By slot and part: the version there, and the nodes that take it.
         self._filled: dict[tuple[int, str], Version] = {}
@@ -298,7 +301,7 @@ class NodeAgent:
     def _fetchers(self, stall_s: float) -> list[PartFetcher]:
         config, found = self._config, list[PartFetcher]()
         if config.transport != "ray" and config.secret is not None:
-            found.append(PieceFetcher(self._server, config.secret, stall_s))
+            found.append(PieceFetcher(self._server, config.secret, stall_s, reads=config.transport == "nixl"))
         if config.transport != "tcp":
             found.append(ObjectFetcher(config.sync_timeout_s))
         return found

@@ -11,6 +11,9 @@ digest, so a version passes several nodes in about the time of one, and leaves t
 3. The receiver (`PieceFetcher`) reads a piece into its place in the slot, and checks it. On a wrong digest, a closed
    connection or a timeout it asks the owner for another source, which sends the rest, beginning with that piece.
 
+With `sync.transport=nixl` a source says only which pieces it has, and the receiver reads them with NIXL from where the
+source has told (`_PLACE`, `sync.memory_reads`). Where that fails, the source is asked to send them from then on.
+
 A source stands always before its receiver in the list, so there is no circle. A late node takes a whole version from a
 node that has it. Connections are those of `host.channel`: both sides prove the run's secret before anything else.
 """
@@ -23,6 +26,7 @@ import threading
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import closing
+from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 from xxhash import xxh3_128_digest
@@ -30,7 +34,9 @@ from xxhash import xxh3_128_digest
 from trinity_sync.errors import ProcessLoss, RunError, WaitTimeout
 from trinity_sync.host.channel import PROOF_S, Connection, ForeignPeerError, Listener, open_connection, pack
 from trinity_sync.host.logs import story
+from trinity_sync.host.threads import in_background
 from trinity_sync.protocol.versions import Version
+from trinity_sync.sync.memory_reads import MemoryReads, ReadError, ReadPlace, open_reads
 from trinity_sync.weights.slots import SlotArena
 
 if TYPE_CHECKING:
@@ -42,7 +48,7 @@ _ALIVE_S = 1.0
 """A source that waits for a piece itself says so as often."""
 _HEAD = struct.Struct("!BI16s")
 """Before each piece: what follows, its bytes, its digest (xxh3_128)."""
-_PIECE, _WAITING, _GONE = range(3)
+_PIECE, _WAITING, _GONE, _PLACE = range(4)
 
 
 class PieceSource(NamedTuple):
@@ -76,6 +82,7 @@ class PieceRequest(NamedTuple):
     part: str
     piece_bytes: int
     first: int  # number of the first piece that it lacks
+    reads: bool = False  # it reads the pieces with NIXL, where the source has that
 
 
 class GoneError(RunError):
@@ -112,6 +119,10 @@ class PartPieces:
     def piece(self, number: int) -> memoryview:
         """Return the memory of a piece."""
         return self._memory[number * self.piece_bytes : (number + 1) * self.piece_bytes]
+
+    def place(self, reads: MemoryReads) -> ReadPlace:
+        """Return where other nodes read the pieces."""
+        return reads.place(self._memory)
 
     def digest(self, number: int) -> bytes:
         """Return the digest of a piece that is there: the one that it arrived with, so later damage is noticed."""
@@ -265,14 +276,32 @@ class PieceServer:
         try:
             if held is None or (held.version, held.piece_bytes) != (wanted.version, wanted.piece_bytes):
                 raise GoneError(f"{wanted.part} of version {wanted.version} is not here")
+            place: ReadPlace | None = None
+            if wanted.reads:
+                placing = in_background(partial(_place, held), "nixl")  # at its first use NIXL takes seconds
+                while not wait([placing], _ALIVE_S).done:
+                    connection.send(_HEAD.pack(_WAITING, 0, b""), self._stall_s)
+                place = placing.result()
+            if place is not None:
+                connection.send(_HEAD.pack(_PLACE, 0, b"") + pack(place), self._stall_s)
             for number in range(wanted.first, held.count):
                 while not held.wait(number, _ALIVE_S):
                     connection.send(_HEAD.pack(_WAITING, 0, b""), self._stall_s)
                 piece = held.piece(number)
                 connection.send(_HEAD.pack(_PIECE, len(piece), held.digest(number)), self._stall_s)
-                connection.send_data(piece, self._stall_s)
+                if place is None:
+                    connection.send_data(piece, self._stall_s)
         except GoneError:
             connection.send(_HEAD.pack(_GONE, 0, b""), self._stall_s)
+
+
+def _place(held: PartPieces) -> ReadPlace | None:
+    """Return where a part can be read; None: NIXL does not work here, which this node says when it takes a part."""
+    try:
+        return held.place(open_reads())
+    except ReadError as error:
+        story.warning("%s", error)
+        return None
 
 
 # ---- the receiving side
@@ -300,21 +329,28 @@ class PieceFetcher:
         server: of this node, which serves the pieces on.
         secret: of the run.
         stall_s: timeout for a source to send something, seconds.
+        reads: pieces are read with NIXL, where both sides have it.
     """
 
-    def __init__(self, server: PieceServer, secret: bytes, stall_s: float) -> None:
-        self._server, self._secret, self._stall_s = server, secret, stall_s
+    def __init__(self, server: PieceServer, secret: bytes, stall_s: float, *, reads: bool = False) -> None:
+        self._server, self._secret, self._stall_s, self._reads = server, secret, stall_s, reads
+        self._sending: set[PieceSource] = set()  # sources whose memory cannot be read
         self._unreachable: set[PieceSource] = set()  # which each version would try again for `_CONNECT_S`
 
     def bring(self, wanted: WantedPart, into: PartPieces, tell: Callable[[str], None]) -> None:
         asker = self._server.source
         self._server.hold(wanted.slot, wanted.part, into)
         failed = list(self._unreachable)
+        self._open_reads(tell)
         while into.there < into.count:
             asking = wanted.owner.source(wanted.version, wanted.slot, wanted.part, asker, failed)
             source = asking.result(self._stall_s)
             try:
                 self._take(wanted, into, source)
+            except ReadError as error:
+                into.check()
+                self._sending.add(source)
+                tell(f"piece {into.there} of {wanted}: {error}; so {source.who} sends its pieces from now on")
             except (RunError, EOFError, OSError) as error:
                 into.check()
                 why = f"piece {into.there} of {wanted}, from {source.who}: {str(error) or 'it closed the connection'}"
@@ -328,14 +364,24 @@ class PieceFetcher:
                 if unreachable and not source.owner:
                     self._unreachable.add(source)
 
+    def _open_reads(self, tell: Callable[[str], None]) -> None:
+        if self._reads:
+            try:
+                open_reads()
+            except ReadError as error:
+                self._reads = False
+                tell(f"{error}; so parts travel over TCP to this node")
+
     def _take(self, wanted: WantedPart, into: PartPieces, source: PieceSource) -> None:
         with closing(self._connect(source)) as connection:
             into.arrive_over(connection)
             try:
-                request = PieceRequest(wanted.version, wanted.slot, wanted.part, into.piece_bytes, into.there)
+                reads = self._reads and source not in self._sending
+                place: ReadPlace | None = None
+                request = PieceRequest(wanted.version, wanted.slot, wanted.part, into.piece_bytes, into.there, reads)
                 connection.send(pack(request), self._stall_s)
                 while into.there < into.count:
-                    self._take_piece(connection, into)
+                    place = self._take_piece(connection, into, place, reads)
             except TimeoutError:
                 raise WaitTimeout(source.who, f"send piece {into.there} of {wanted}", self._stall_s) from None
             finally:
@@ -349,21 +395,32 @@ class PieceFetcher:
             place = f"{source.who} at {source.host}:{source.port}"
             raise UnreachableError(f"{place} accepts no connection ({error or 'it was closed'})") from error
 
-    def _take_piece(self, connection: Connection, into: PartPieces) -> None:
+    def _take_piece(
+        self, connection: Connection, into: PartPieces, place: ReadPlace | None, reads: bool
+    ) -> ReadPlace | None:
+        """Take what the source says next; return where its memory can be read, if it has said so."""
         head = bytearray(_HEAD.size)
         connection.receive_data(memoryview(head), self._stall_s)
         kind, nbytes, digest = _HEAD.unpack(head)
         if kind == _WAITING:
-            return
+            return place
+        if kind == _PLACE:
+            return ReadPlace(*connection.receive(self._stall_s))
         if kind == _GONE:
             raise GoneError("it does not have it, or no longer")
+        if reads and place is None:
+            raise ReadError("its source has no NIXL")
         piece = into.piece(into.there)
         if kind != _PIECE or nbytes != len(piece):
             raise RunError(f"it sent {nbytes} bytes of kind {kind}, the piece has {len(piece)}")
-        connection.receive_data(piece, self._stall_s)
+        if place is None:
+            connection.receive_data(piece, self._stall_s)
+        else:
+            open_reads().read(place, into.there * into.piece_bytes, piece, self._stall_s, into.check)
         if xxh3_128_digest(piece) != digest:
             raise RunError("its bytes do not have its digest")
         into.arrived(digest)
+        return place
 
 
 _AT_ONCE = 4
