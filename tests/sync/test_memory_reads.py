@@ -14,8 +14,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
+import psutil
 import pytest
 
+from tests.patience import until
 from tests.sync.test_pieces import PIECE, Node, Owner, make_node, make_owner, random_bytes
 from trinity_sync.errors import RunError
 from trinity_sync.sync import memory_reads
@@ -221,6 +223,7 @@ def test_a_source_that_dies_or_stalls_within_a_read_of_nixl_is_an_error_in_time(
         arrived(self, digest)
         if self.there == 3:
             process.send_signal(signum)
+            until(lambda: psutil.Process(process.pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_ZOMBIE))
 
     monkeypatch.setattr(PartPieces, "arrived", end_it)
     began = time.monotonic()
