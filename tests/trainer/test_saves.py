@@ -438,6 +438,7 @@ def test_a_monitor_that_hangs_ends_the_run_with_what_it_was_to_do_and_how_long_w
     try:
         for call, what in (
             (lambda: next_one.weights.begin(Version(0, 4), ["node-a"]), "begin step 4"),
+            (lambda: last.saves.begin(6, "d", {}), "begin step 6"),  # else each further save would wait as long
             (lambda: next_one.weights.part_written(version, "node-a", files), "take part 'weights-node-a' of step 1"),
             (next_one.saves.poll, "take part 'driver' of step 3"),
         ):

@@ -168,6 +168,8 @@ class FullSaves:
         began = time.time()
         try:
             folder = _begin(self._monitor, Version(settings.attempt, step), "full", parts, settings, metrics)
+        except WaitTimeout:  # the monitor hangs: every later save would block the trainer as long, and fail
+            raise
         except TrinityError as error:
             raise _SaveError(str(error)) from error
         call = self._monitor.wait_committed(step, settings.attempt, settings.save_timeout_s, kind="full")
