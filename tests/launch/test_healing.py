@@ -321,6 +321,7 @@ def died(tmp_path: Path, notes: Notes) -> Iterator[Any]:
         restarts: Sequence[tuple[float, int]] = (),
         most: int = 3,
         noted: int = 1,
+        worked: bool = False,
     ) -> tuple[RestartPolicy, RunConfig]:
         attempt = {"attempt": 1, "status": "failed" if error else "running", "resumed_from": began, "error": error}
         record = {**attempt, "host": "here", "total_steps": LAST, "attempts": [attempt]}
@@ -329,7 +330,8 @@ def died(tmp_path: Path, notes: Notes) -> Iterator[Any]:
         commit = CommitEvent(attempt=1, step=committed, kind="full", digest=None, bytes=1, total_s=1.0)
         (tmp_path / "events.jsonl").write_text(json.dumps(event_line(commit)) + "\n")
         report = Note(run=str(tmp_path / "run.json"), attempt=noted, arguments=["run"], most=most)
-        notes.append({**report, "restarts": [*restarts], "story": ["attempt 0: of before"] if restarts else []})
+        story = ["attempt 0: of before"] if restarts else []
+        notes.append({**report, "restarts": [*restarts], "story": story, "worked": worked, "gpus_per_node": 8})
         for at in deaths:
             notes.append(Note(died=KILLED, time=at))
         cfg = RunConfig(config.compose([f"trainer.max_restarts={most}"]))
@@ -462,8 +464,30 @@ def test_a_driver_notes_what_the_next_one_needs(died: Any, notes: Notes, tmp_pat
         "most": 3,
         "restarts": [[1000.0, 4]],
         "story": [f"attempt 1: {KILLED}"],
+        "worked": True,
+        "gpus_per_node": 8,
     }
     assert SupervisedDriver(notes, resumes=True).deaths == []
+
+
+@pytest.mark.parametrize("worked", [True, False])
+def test_a_driver_waits_for_lost_nodes_as_the_one_before_that_died_in_such_a_wait(
+    died: Any, tmp_path: Path, worked: bool
+) -> None:
+    judged, cfg = died(990.0, step=4, began=4, worked=worked)
+    assert judged.after_deaths(cfg, tmp_path, Resume()) == Resume()
+    assert judged.gpus_per_node == 8
+    no_room = WaitTimeout("Ray", "find a node with a processor and a GPU", 300)
+    assert (judged.judge(no_room, at(4, began=4, committed=4, attempt=2)) is not None) is worked
+
+
+def test_the_gpus_of_a_node_are_noted_as_soon_as_they_are_known(died: Any, notes: Notes, tmp_path: Path) -> None:
+    judged, cfg = died(990.0)
+    judged.after_deaths(cfg, tmp_path, Resume())
+    before = len(notes.read())
+    assert [judged.most_gpus(tmp_path, 2, there) for there in (0, 16, 4)] == [8, 16, 16]
+    (noted,) = notes.read()[before:]
+    assert (noted["attempt"], noted["gpus_per_node"]) == (2, 16)
 
 
 def test_a_driver_notes_that_its_run_fails_before_ray_ends(died: Any, notes: Notes, tmp_path: Path) -> None:

@@ -39,6 +39,8 @@ class Note(TypedDict, total=False):
     most: int  # restarts in all
     restarts: list[tuple[float, int]]
     story: list[str]
+    worked: bool  # an attempt has done a step
+    gpus_per_node: int  # the most that an attempt had
     over: bool  # this driver ends in order, or the run does
     died: str
     time: float  # Unix seconds of the death

@@ -19,6 +19,7 @@ from trinity_sync.errors import ConfigError, ProcessLoss, RunError, TrinityError
 from trinity_sync.host.interrupts import failing_of_it
 from trinity_sync.host.masking import without_hidden
 from trinity_sync.host.origin import origin
+from trinity_sync.host.supervisor import Note
 from trinity_sync.launch import supervision
 from trinity_sync.launch.kept_explorers import KeptExplorers
 from trinity_sync.launch.local_ray import ray_kept
@@ -102,7 +103,15 @@ class RestartPolicy:
     def begun(self, run_dir: Path, attempt: int) -> None:
         """Tell the supervisor, if there is one, that the run has an attempt from which it can go on."""
         if self._driver is not None:
-            self._driver.begun(run_dir, attempt, most=self._most, restarts=self._restarts, story=self._story)
+            told = Note(most=self._most, restarts=self._restarts, story=self._story)
+            self._driver.begun(run_dir, attempt, {**told, "worked": self._worked, "gpus_per_node": self.gpus_per_node})
+
+    def most_gpus(self, run_dir: Path, attempt: int, gpus_per_node: int) -> int:
+        """Return the most GPUs that an attempt had on a node, this one included: a lost node may come back."""
+        if gpus_per_node > self.gpus_per_node:
+            self.gpus_per_node = gpus_per_node
+            self.begun(run_dir, attempt)  # also for a driver after this one
+        return self.gpus_per_node
 
     def after_deaths(self, config: RunConfig, run_dir: Path, resume: Resume | None) -> Resume | None:
         """Judge the deaths of drivers before this one, and return how it resumes. Their attempt is recorded as failed,
@@ -128,6 +137,8 @@ class RestartPolicy:
         last = record.get("total_steps") or config.settings.trainer.steps
         self._restarts = [(at, step) for at, step in self._driver.before["restarts"]]
         self._story = [*self._driver.before["story"]]
+        self._worked = self._driver.before.get("worked", False)
+        self.gpus_per_node = self._driver.before.get("gpus_per_node", 0)
         for death in self._driver.deaths:
             reached = AttemptProgress.of(run_dir, checkpoints, attempt=record["attempt"], began=began, last=last)
             error = ProcessLoss(f"{death['died']} ({said})" if said else death["died"])

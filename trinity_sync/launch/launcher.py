@@ -87,6 +87,8 @@ class Healer(Protocol):
 
     def begun(self, run_dir: Path, attempt: int) -> None: ...
 
+    def most_gpus(self, run_dir: Path, attempt: int, gpus_per_node: int) -> int: ...
+
     def event(self, step: int) -> HealEvent | None: ...
 
 
@@ -347,9 +349,9 @@ def _run(job_class: type[Job], config: RunConfig, prepared: Preparation, threads
         name = f"trinity-{run_key}"
         forked = cfg.cluster.forks and not use_gpu
         with cluster(cfg.cluster, namespace=name, cpus=cpus, env=env, forked=forked, lost=lost) as ray_cluster:
-            if healing is not None and use_gpu:  # a lost node may come back
-                healing.gpus_per_node = max(healing.gpus_per_node, ray_cluster.gpus_per_node)
-                ray_cluster = replace(ray_cluster, gpus_per_node=healing.gpus_per_node)
+            if healing is not None and use_gpu:
+                most = healing.most_gpus(prepared.folder.path, recorder.attempt, ray_cluster.gpus_per_node)
+                ray_cluster = replace(ray_cluster, gpus_per_node=most)
             setup = Setup(**vars(prepared), cluster=ray_cluster, run_key=run_key, use_gpu=use_gpu)
             job = job_class(setup)
             peaks: dict[str, int] = {}

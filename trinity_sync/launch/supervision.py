@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -35,14 +35,13 @@ class SupervisedDriver:
         self.before, self.deaths = last_report(notes.read())
         self._arguments = self.before.get("arguments", [] if resumes else None)
 
-    def begun(
-        self, run: Path, attempt: int, *, most: int, restarts: Sequence[tuple[float, int]], story: Sequence[str]
-    ) -> None:
-        """Note that an attempt has begun, or is about to: from now on the run is resumed where this process dies."""
+    def begun(self, run: Path, attempt: int, policy: Note) -> None:
+        """Note that an attempt has begun, or is about to, and the policy of restarts: from now on the run is resumed
+        where this process dies.
+        """
         if self._arguments is None:
             self._arguments = [str(run), *shlex.split(" ".join(asked_again(run, used_places(run))))]
-        told = Note(run=str(run / "run.json"), attempt=attempt, arguments=self._arguments, most=most)
-        self._notes.append({**told, "restarts": [*restarts], "story": [*story]})
+        self._notes.append({**policy, "run": str(run / "run.json"), "attempt": attempt, "arguments": self._arguments})
 
     def over(self) -> None:
         """Note that the run ends in order; not in a fork of this process."""
