@@ -190,6 +190,21 @@ def test_nothing_is_left_of_a_run_that_ends_by_an_error(cfg: Config, tmp_path: P
     assert list(Path(cfg.sync.shm_dir).iterdir()) == []
 
 
+@pytest.mark.parametrize("begun", [True, False])
+def test_a_program_that_is_stopped_between_two_attempts_discards_its_own_states_alone(
+    cfg: Config, tmp_path: Path, checkpoints: Path, begun: bool
+) -> None:
+    kill_program(cfg, tmp_path)
+    with program(cfg, tmp_path) as states:
+        if begun:
+            with contextlib.suppress(RunError), states.attempt(1):
+                commit(states.root, 8)
+                raise RunError("a rank died")
+        states.discard()
+    with program(cfg, tmp_path) as states:
+        assert states.bring(checkpoints, None) == (None if begun else 6)
+
+
 def test_the_states_of_a_live_program_are_refused_to_another(cfg: Config, tmp_path: Path) -> None:
     in_use = r"^checkpoint\.memory_interval: .* in use by a live process"
     with program(cfg, tmp_path), pytest.raises(ConfigError, match=in_use), program(cfg, tmp_path):

@@ -8,6 +8,7 @@ import os
 import pickle
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -289,6 +290,34 @@ def test_the_record_has_the_end_of_a_run_whose_next_attempt_did_not_begin(
     record = json.loads((tmp_path / "run.json").read_text())
     assert {record["status"], record["attempts"][0]["status"]} == {status}
     assert record["error"] != str(DEATH)
+
+
+@pytest.mark.parametrize("goes_on", [True, False])
+@pytest.mark.parametrize("raised", [True, False])
+def test_a_signal_after_the_record_of_a_failed_attempt_ends_a_run_that_was_to_go_on_as_interrupted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, raised: bool, goes_on: bool
+) -> None:
+    error, discarded = DEATH if goes_on else RunError("the reward function failed"), list[int]()
+
+    def ended(cfg: RunConfig, folder: Path, *, healing: RestartPolicy, **_: object) -> int:
+        line = {"attempt": 0, "status": "failed", "error": str(error)}
+        (folder / "run.json").write_text(json.dumps({**line, "attempts": [line]}))
+        healing.judge(error, at(3))
+        if raised:
+            raise KeyboardInterrupt
+        return 130
+
+    states = SimpleNamespace(discard=lambda: discarded.append(1))
+    monkeypatch.setattr(launcher, "run", ended)
+    monkeypatch.setattr(healing, "memory_states", lambda cfg, run: contextlib.nullcontext(states))
+    cfg = RunConfig(config.compose([]))
+    with contextlib.suppress(KeyboardInterrupt):
+        healing.run(
+            cfg, tmp_path, started_in=tmp_path, resume=None, until=None, settings=lambda _: contextlib.nullcontext()
+        )
+    record = record_of(tmp_path)
+    wanted = "interrupted" if goes_on else "failed"
+    assert [record["status"], record["attempts"][0]["status"], len(discarded)] == [wanted, wanted, int(goes_on)]
 
 
 def test_restarts_do_not_change_the_digest_of_the_settings() -> None:

@@ -104,6 +104,10 @@ class MemoryStates:
             yield
         self._kept.stays = False
 
+    def discard(self) -> None:
+        """Delete the states at the end of the program if they are its own, not those of a driver that was killed."""
+        self._kept.stays = not self.begun
+
     def _folders(self) -> list[Path]:
         """Return those of all attempts, the newest first."""
         found = [path for path in self._kept.path.glob(f"{_ATTEMPT}*") if path.is_dir()]

@@ -285,7 +285,7 @@ def run(
             while True:
                 try:
                     with failing_of_it():
-                        return launcher.run(
+                        code = launcher.run(
                             used[0],
                             run_dir,
                             resume=resume,
@@ -294,6 +294,13 @@ def run(
                             healing=healing,
                             states=states,
                         )
+                    if healing.is_between(run_dir / "run.json"):  # a signal after the record of a failed attempt
+                        raise KeyboardInterrupt
+                    return code
+                except KeyboardInterrupt:
+                    if states is not None and healing.is_between(run_dir / "run.json"):
+                        states.discard()
+                    raise
                 except Exception as error:
                     if not healing.heals(error):
                         if (told := healing.story(error)) is None:
