@@ -24,6 +24,7 @@ from trinity_sync.checkpoint.folder.contents import Base, Manifest, write_tracke
 from trinity_sync.checkpoint.folder.deletion import prune, prune_plan
 from trinity_sync.checkpoint.folder.lock import lock_as_writer, locked, writer_of
 from trinity_sync.checkpoint.folder.owner import MARK, write_mark
+from trinity_sync.checkpoint.memory_states import MemoryStates
 from trinity_sync.config import Config, RunConfig, compose
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.launch import launcher
@@ -31,6 +32,7 @@ from trinity_sync.launch.actors import Actors, Setup
 from trinity_sync.launch.start import Resume, Start, committed_steps, copied_to, look_before_resume, run_mirror
 from trinity_sync.protocol.parts import FULL
 from trinity_sync.tracking.run_record import RunFolder
+from trinity_sync.weights.slots import KeptFolder
 
 
 def composed(*overrides: str) -> RunConfig:
@@ -131,6 +133,22 @@ def test_a_run_that_had_checkpoints_does_not_begin_again_in_silence(tmp_path: Pa
     with pytest.raises(ConfigError, match="steps 10, 20 were committed"):
         Start.find(config(), root, resume=Resume(skip_unreadable=True), committed=[10, 20])
     assert Start.find(config(), root, resume=Resume(from_scratch=True), committed=[10, 20]).step == 0
+
+
+@pytest.mark.parametrize("how", ["damaged", "gone"])
+def test_a_state_in_memory_is_gone_on_from_where_the_checkpoint_before_it_is_lost(tmp_path: Path, how: str) -> None:
+    root = tmp_path / "checkpoints"
+    kept = saved(root, 20)
+    if how == "damaged":
+        (kept / "actor" / "model_world_size_2_rank_0.pt").write_text("y")
+    committed = [20] if how == "damaged" else [20, 22]
+    states = MemoryStates(KeptFolder(tmp_path / "states"), OWNER)
+    memory = tmp_path / "states" / "attempt-0"
+    memory.mkdir(parents=True)
+    write_mark(memory, OWNER)
+    saved(memory, 24)
+    start = Start.find(config(), root, resume=Resume(), committed=committed, states=states)
+    assert start == Start(24, True, root, root / "global_step_24")
 
 
 def test_the_tracker_too_says_what_was_committed(tmp_path: Path) -> None:

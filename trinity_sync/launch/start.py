@@ -104,6 +104,11 @@ class Start:
         if states is not None and (states.begun or not scratch) and states.bring(checkpoints, found):
             with _advised():
                 found = resume_point.find(checkpoints, skip_unreadable=resume.skip_unreadable)
+        if not scratch:  # a state in memory may be newer than all that is missing
+            at_mirror = f" and checkpoint.mirror={mirror.name}" if mirror is not None else ""
+            places, skips = f"checkpoint.dir={checkpoints}{at_mirror}", resume.skip_unreadable
+            with _advised():
+                resume_point.check_all_seen(checkpoints, found, committed, places=places, skip_missing=skips)
         step = found.step if found is not None else 0
         with _as_config_error():
             resume_point.check_start(checkpoints, step)
@@ -189,8 +194,6 @@ def _newest(
             fetched = mirror.fetch_newer(checkpoints, found, least, progress, recorded)
         if fetched is not None or unread:
             found = resume_point.find(checkpoints, skip_unreadable=resume.skip_unreadable)
-    places = f"checkpoint.dir={checkpoints}" + (f" and checkpoint.mirror={mirror.name}" if mirror is not None else "")
-    resume_point.check_all_seen(checkpoints, found, committed, places=places, skip_missing=resume.skip_unreadable)
     return found
 
 
