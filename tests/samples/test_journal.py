@@ -181,6 +181,13 @@ def test_a_torn_or_damaged_record_ends_a_file_and_what_comes_before_is_used(
     assert str(path) in why
 
 
+def test_a_file_that_a_full_disk_left_empty_is_no_other_run_s(make: Make, tmp_path: Path, faults: list[str]) -> None:
+    (tmp_path / "journal").mkdir()
+    (tmp_path / "journal" / "000000-000000.samples").touch()
+    make(1).cut(1)
+    assert (faults, files(tmp_path)) == ([], [])
+
+
 def test_a_file_that_cannot_be_read_is_told_and_the_run_generates_again(
     make: Make, tmp_path: Path, faults: list[str]
 ) -> None:
@@ -337,6 +344,42 @@ def test_a_disk_that_hangs_is_told_once_and_holds_nobody_else(
         assert journal.find(1, [0], "digest") is None
     (told,) = faults
     assert "takes longer than" in told
+
+
+def test_nothing_is_written_after_a_disk_has_hung_as_samples_may_be_missing(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("trinity_sync.samples.journal._HANGS_S", 0.01)
+    journal = make()
+    journal.append(batch(1, 0, version=0, text="first"))
+    with journal._lock:
+        journal.append(batch(1, 0, version=0, text="second"))
+    journal.took(1, UpdateGroupIds([FIRST]))  # the second ones
+    assert make(1).go_on(0, everything)[0] == {}
+
+
+def test_what_a_full_journal_declares_void_stays_void(make: Make) -> None:
+    journal = make()
+    journal.append(batch(1, 0, 1, version=0))
+    for step, group in ((1, FIRST), (3, SECOND)):
+        journal.took(step, UpdateGroupIds([group]))
+    full = make(1, most=1)
+    assert list(full.go_on(0, everything)[0]) == [1]
+    full.took(2, UpdateGroupIds([THIRD]))
+    full.cut(2)
+    assert make(2).go_on(2, everything)[0] == {}
+
+
+def test_groups_that_cannot_be_read_after_the_start_are_made_again(
+    make: Make, tmp_path: Path, faults: list[str]
+) -> None:
+    make().append(batch(1, 0, 1, version=0))
+    again = make(1)
+    (path,) = files(tmp_path)
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+    assert again.go_on(0, everything) == ({}, {})
+    (told,) = faults
+    assert "cannot be read" in told
 
 
 def test_nothing_is_written_after_the_end(make: Make, tmp_path: Path) -> None:

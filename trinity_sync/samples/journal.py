@@ -339,18 +339,19 @@ class Journal:
                     self._keep(cast(int, head["last"]))
                 file.nbytes = record.start + record.nbytes
         except StopIteration:
-            return False
+            return True  # the disk was full, or the run died
         except (ValueError, KeyError, TypeError, AttributeError, struct.error) as error:
             self._tell(f"{file.path} is damaged after {file.nbytes} bytes ({error}); what follows is generated again")
         return True
 
     def _write(self, kind: _Kind, head: Mapping[str, object], columns: Sequence[_Blob] = ()) -> _RecordPlace | None:
-        if self._stopped or self._ended:
+        if self._stopped or self._ended or self._hangs:
             return None
         if columns:
             head = {**head, "columns": [[column.name, len(column.data)] for column in columns]}
         record = _record(kind, head, columns)
-        if sum(file.nbytes for file in self._files) + len(record) > self._most_bytes:
+        # what is void has to be known also where the journal is full
+        if kind != b"kept" and sum(file.nbytes for file in self._files) + len(record) > self._most_bytes:
             self._stopped = True
             self._tell(
                 f"it has reached samples.journal_mb={self._most_bytes >> 20}: until a checkpoint is committed, samples "
