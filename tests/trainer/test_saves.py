@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -451,6 +452,63 @@ def test_a_monitor_that_hangs_ends_the_run_with_what_it_was_to_do_and_how_long_w
     finally:
         os.kill(pid, signal.SIGCONT)
         last.group.may_write.set()
+
+
+class Answer:
+    """An answer of the monitor's, or none."""
+
+    who = "the checkpoint monitor"
+
+    def __init__(self, what: str = "", *, comes: bool = True) -> None:
+        self.what, self._comes = what, comes
+
+    def has_ended(self, timeout_s: float = 0.0) -> bool:
+        return self._comes
+
+    def result(self, timeout_s: float) -> str:
+        if not self._comes:
+            raise WaitTimeout(self.who, self.what, timeout_s)
+        return self.what
+
+
+class StoppedMonitor:
+    """One that stands still from `at` on."""
+
+    def __init__(self, folder: Path, at: str) -> None:
+        self._folder, self._at = folder, at
+
+    def begin(self, *_: object, **__: object) -> Answer:
+        return Answer(str(self._folder)) if self._at != "begin" else Answer("begin step 1", comes=False)
+
+    def wait_committed(self, *_: object, **__: object) -> Answer:
+        return Answer("commit step 1", comes=False)
+
+    def notify_finished(self, *_: object, **__: object) -> Answer:
+        return Answer()
+
+
+@pytest.mark.parametrize("in_memory", [False, True])
+@pytest.mark.parametrize("at", ["begin", "commit"])
+def test_a_monitor_that_stands_still_before_or_within_a_save_ends_the_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, at: str, in_memory: bool
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(module, "time", SimpleNamespace(time=time.time, monotonic=lambda: now[0]))
+    settings, log = SaveSettings(attempt=0, seed=7, meta=META, ranks=[], save_timeout_s=LIMIT), Log()
+    group: Any = SimpleNamespace(all=lambda ask, limit: [0.0])
+    stopped: Any = StoppedMonitor(tmp_path, at)
+    memory = FullSaves(stopped, group, settings, log, records=False) if in_memory else None  # type: ignore[arg-type]
+    saves = FullSaves(stopped, group, settings, log, memory=memory)  # type: ignore[arg-type]
+    if at == "begin":
+        with pytest.raises(WaitTimeout, match=f"^the checkpoint monitor did not begin step 1 within {LIMIT:g} s$"):
+            saves.begin(1, "d", {}, in_memory=in_memory)
+        return
+    saves.begin(1, "d", {}, in_memory=in_memory)
+    saves.poll()
+    now[0] += 2 * LIMIT + 1
+    with pytest.raises(WaitTimeout, match=f"^the checkpoint monitor did not commit step 1 within {2 * LIMIT:g} s$"):
+        saves.poll()
+    assert log.faults == []
 
 
 @pytest.mark.parametrize("end", ["finish", "settle"])

@@ -78,11 +78,14 @@ class _DriverPart(NamedTuple):
 
 
 class _OpenSave(NamedTuple):
-    """A save before its commit: seconds in which the ranks were blocked, and its begin in Unix seconds."""
+    """A save before its commit: seconds in which the ranks were blocked, and its begin in Unix seconds. `deadline`: of
+    the monitor's answer, by `time.monotonic`; it gives the save up in half of the time.
+    """
 
     step: int
     blocked_s: float
     began: float
+    deadline: float
 
 
 class FullSaves:
@@ -175,7 +178,8 @@ class FullSaves:
         call = self._monitor.wait_committed(step, settings.attempt, settings.save_timeout_s, kind="full")
         limit = _WAITS_OF_A_RANK * settings.save_timeout_s + _ASK_S
         blocked = self._trainer.all(lambda rank: rank.save(step, str(folder)), limit)
-        self._pending[call] = _OpenSave(step, max(blocked), began)
+        deadline = time.monotonic() + 2 * settings.save_timeout_s
+        self._pending[call] = _OpenSave(step, max(blocked), began, deadline)
         place = {"step": step, "attempt": settings.attempt, "seed": settings.seed, "next_data_step": step + 1}
         state = {**place, **{name: value for name, value in states.items() if value}}
         texts = {TRAINER_STATE: json.dumps(state, indent=2) + "\n"}
@@ -237,11 +241,14 @@ class FullSaves:
 
     def poll(self) -> None:
         """Let the monitor commit the save of the last step, whose metrics are on disk by now, and record the saves that
-        ended. Called after each step; does not wait.
+        ended. Called after each step; does not wait. Raises WaitTimeout: the monitor hangs.
         """
         self._report()
         while done := next(iter(ended(self._pending)), None):
             self._collect(done)
+        for call, save in self._pending.items():
+            if time.monotonic() > save.deadline and not call.has_ended(ANSWER_S):  # this process may have stood still
+                raise WaitTimeout(call.who, call.what, 2 * self._settings.save_timeout_s)
         if self._memory is not None:
             self._memory.poll()
 
