@@ -110,7 +110,7 @@ def test_the_default_configuration_passes() -> None:
         ("sync.slots=1", "at least 2"),
         ("sync.verify=bucketts", "did you mean bucket?"),
         ("sync.wire_dtype=int8", "bf16, fp32, fp16"),
-        ("sync.transport=ucx", "auto, nccl, gloo, tcp, ray"),
+        ("sync.transport=ucx", "auto, nccl, gloo, tcp, nixl, ray"),
         ("sync.encoding=deltas", "did you mean delta?"),
         ("checkpoint.format=zip", "must be one of verl, dcp"),
         ("checkpoint.interval=-1", "at least 0"),
