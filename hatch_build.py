@@ -53,8 +53,14 @@ def compile_library(root: Path) -> str | None:
     return None
 
 
-def _told(reason: str) -> str:
+def told(reason: str) -> str:
+    """Return the note to a build without the library."""
     return f"without the native library, as {reason}; numpy does its work"
+
+
+def platform_tag() -> str:
+    """Return the tag of a wheel with the library: any Python, this platform."""
+    return f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
 
 
 class NativeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
@@ -66,13 +72,13 @@ class NativeBuildHook(BuildHookInterface):  # type: ignore[type-arg]
             return
         reason = compile_library(Path(self.root))
         if reason is not None:
-            self.app.display_warning(_told(reason))
+            self.app.display_warning(told(reason))
         elif version != "editable":
             build_data["pure_python"] = False
-            build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"
+            build_data["tag"] = platform_tag()
             build_data["artifacts"].append(LIBRARY)
 
 
 if __name__ == "__main__":
-    told = compile_library(Path(__file__).parent)
-    print(_told(told) if told else f"{LIBRARY}: built", file=sys.stderr)
+    missing = compile_library(Path(__file__).parent)
+    print(told(missing) if missing else f"{LIBRARY}: built", file=sys.stderr)

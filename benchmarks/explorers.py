@@ -44,6 +44,7 @@ from trinity_sync.models.architecture import make_model
 from trinity_sync.protocol.parts import PartInfo
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.base import ExplorerSide, LayoutCache
+from trinity_sync.sync.memory import MemoryMode
 from trinity_sync.tasks.copy_digits import CopyDigits
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.shards import row_slice
@@ -119,17 +120,17 @@ class SpreadWeights:
             digest=None,
             location=None,
         )
-        side = ExplorerSide(
-            name="spread",
-            node="here",
-            agents={},
-            layouts=layouts,
-            timeout_s=600.0,
-            settings={"_target_": "trinity_sync.sync.memory.MemoryMode"},
-        )
+        side = ExplorerSide(name="spread", node="here", agents={}, layouts=layouts, timeout_s=600.0)
         control = AsyncControl(engine._llm, engine._loop, "vLLM", 600.0)
         self._target = WorkerTarget(
-            control, workers=1, tensors=kinds, side=side, verify="full", on_update="wait", start_timeout_s=600.0
+            control,
+            workers=1,
+            tensors=kinds,
+            mode=MemoryMode(),
+            side=side,
+            verify="full",
+            on_update="wait",
+            start_timeout_s=600.0,
         )
 
     def take(self, tensors: Tensors, step: int) -> str:

@@ -14,8 +14,8 @@ from trinity_sync.errors import RunError
 from trinity_sync.protocol.parts import PartInfo, shard_file
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.base import ExplorerSide, LayoutCache
-from trinity_sync.sync.checkpoint import FileMaps
-from trinity_sync.sync.memory import PartCopies, SlotMaps
+from trinity_sync.sync.maps import FileMaps, SlotMaps
+from trinity_sync.sync.memory import PartCopies
 from trinity_sync.sync.pieces import BroughtPart, WantedPart
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.shard_file import write_shard_file

@@ -29,6 +29,7 @@ class RealServer:
         arguments: further ones.
         dev: whether it lets itself be given weights.
         environment: further variables of its processes.
+        python: of the environment that it runs in.
     """
 
     def __init__(
@@ -38,6 +39,7 @@ class RealServer:
         *arguments: str,
         dev: bool = True,
         environment: Mapping[str, str] | None = None,
+        python: str = sys.executable,
     ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
@@ -48,15 +50,21 @@ class RealServer:
         self._arguments = arguments
         self._dev = dev
         self._environment = environment or {}
+        self._python = python
 
     def start(self, *, wait: bool = True) -> None:
         environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
         environment |= {"VLLM_SERVER_DEV_MODE": str(int(self._dev)), **self._environment}
-        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model)]
+        command = [self._python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model)]
         command += ["--host", "127.0.0.1", "--port", str(self.port), "--dtype", "bfloat16", "--enforce-eager"]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
-                [*command, *self._arguments], env=environment, stdout=log, stderr=log, start_new_session=True
+                [*command, *self._arguments],
+                cwd=self._log.parent,  # not the checkout, from which -m would import
+                env=environment,
+                stdout=log,
+                stderr=log,
+                start_new_session=True,
             )
         if wait:
             ServerClient(self.url, UP_S).wait_up(UP_S)
@@ -86,9 +94,11 @@ class RealServer:
 
 
 @contextmanager
-def serving(model: Path, log: Path, *arguments: str, dev: bool = True) -> Iterator[RealServer]:
+def serving(
+    model: Path, log: Path, *arguments: str, dev: bool = True, python: str = sys.executable
+) -> Iterator[RealServer]:
     """A server for as long as the body runs."""
-    server = RealServer(model, log, *arguments, dev=dev)
+    server = RealServer(model, log, *arguments, dev=dev, python=python)
     server.start()
     try:
         yield server

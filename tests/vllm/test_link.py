@@ -35,7 +35,7 @@ def link() -> Iterator[WorkerLink]:
 
 
 def worker(link: WorkerLink, rank: int, **methods: Callable[..., object]) -> None:
-    serve(link.address, rank, SimpleNamespace(**methods), lambda: None, lambda: None)
+    serve(link.address, rank, {}, SimpleNamespace(**methods), lambda: None, lambda: None)
 
 
 def method(name: str) -> RemoteMethod[..., object]:
@@ -45,7 +45,7 @@ def method(name: str) -> RemoteMethod[..., object]:
 def nobody(link: WorkerLink, rank: int) -> Connection:
     """A worker that connects and answers nothing."""
     connection = open_connection(link.address.path, bytes.fromhex(link.address.key), LIMIT)
-    connection.send(pack(WorkerHello(rank, 4711)), LIMIT)
+    connection.send(pack(WorkerHello(rank, 4711, {})), LIMIT)
     return connection
 
 
@@ -61,7 +61,7 @@ def test_all_workers_are_asked_side_by_side_and_answer_in_order(link: WorkerLink
 def test_a_worker_hears_that_the_asking_end_is_gone(link: WorkerLink) -> None:
     gone = threading.Event()
     for rank in (0, 1):
-        serve(link.address, rank, object(), lambda: None, gone.set if rank else lambda: None)
+        serve(link.address, rank, {}, object(), lambda: None, gone.set if rank else lambda: None)
     link.wait(LIMIT)
     assert not gone.is_set()
     link.close()
@@ -112,7 +112,7 @@ def test_a_worker_whose_thread_fails_at_its_start_is_dead_at_once(link: WorkerLi
         raise OSError("no such device")
 
     worker(link, 0, work=len)
-    serve(link.address, 1, SimpleNamespace(work=len), fail, lambda: None)
+    serve(link.address, 1, {}, SimpleNamespace(work=len), fail, lambda: None)
     link.wait(LIMIT / 4)
     with pytest.raises(EngineDeathError, match="worker 1 of vLLM of explorer-0"):
         link.ask(method("work"), LIMIT, b"")
@@ -226,4 +226,4 @@ def test_a_worker_waits_for_a_process_that_listens_and_does_not_answer_no_longer
         silent.bind(str(tmp_path / "silent"))
         silent.listen()
         with pytest.raises(WaitTimeout, match=f"listens at {tmp_path}/silent did not take the connection within 0.1 s"):
-            serve(WorkerAddress(str(tmp_path / "silent"), "00"), 0, object(), lambda: None, lambda: None)
+            serve(WorkerAddress(str(tmp_path / "silent"), "00"), 0, {}, object(), lambda: None, lambda: None)

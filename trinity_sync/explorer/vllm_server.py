@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Unpack
 import numpy as np
 from transformers import AutoConfig
 
-from trinity_sync.config.model_checks import TESTED
+from trinity_sync.config.model_checks import SERVERS
 from trinity_sync.errors import ConfigError, RunError, in_one_line
 from trinity_sync.explorer.texts import (
     Responses,
@@ -115,6 +115,7 @@ class VLLMServerEngine(VLLMBase):
             self._control,
             workers=self._facts.workers,
             tensors=self._shapes,
+            mode=mode,
             side=side,
             verify=verify,
             on_update="wait",
@@ -160,8 +161,8 @@ class VLLMServerEngine(VLLMBase):
     def _check_facts(self, dtype: str) -> None:
         found, kind, mode = self._facts, str(self._torch_dtype), self._log_probs_mode
         longest = self._response_length + (self._prompt_length or 1)
-        if not found.version.startswith(f"{TESTED}."):
-            raise self._wrong(f"is of vLLM {found.version}; this works with {TESTED}")
+        if not found.version.startswith(tuple(f"{version}." for version in SERVERS)):
+            raise self._wrong(f"is of vLLM {found.version}; this works with {SERVERS[0]} to {SERVERS[-1]}")
         if found.copies > 1:
             raise self._wrong(f"has {found.copies} copies of its model; start it with --data-parallel-size 1")
         if found.dtype != kind:

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import ast
+import sys
+import zlib
+from collections.abc import Iterable
+from contextlib import suppress
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
@@ -27,6 +31,21 @@ def source_of(package: str, file: str) -> str | None:
         return (Path(found.origin).parent / file).read_text(encoding="utf-8")
     except OSError:
         return None
+
+
+def loaded_modules(package: str) -> list[str]:
+    """Return the names of a package's modules that this process has imported."""
+    return sorted(name for name in list(sys.modules) if name == package or name.startswith(f"{package}."))
+
+
+def source_checksums(modules: Iterable[str]) -> dict[str, int]:
+    """Return the checksum of each module's file; a module without one is left out. Imports only their packages."""
+    found = {}
+    for name in modules:
+        with suppress(ImportError, OSError):
+            if (spec := find_spec(name)) is not None and spec.origin is not None:
+                found[name] = zlib.crc32(Path(spec.origin).read_bytes())
+    return found
 
 
 @cache

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from trinity_sync.actors.agent_client import AgentClient
-from trinity_sync.actors.calls import ANSWER_S, results
 from trinity_sync.actors.explorer_client import ExplorerClient, LoadReport
+from trinity_sync.actors.pending import ANSWER_S
 from trinity_sync.actors.rank_client import Broadcast, RankClient
 from trinity_sync.actors.synchronizer_client import SealedVersion, SynchronizerClient
 from trinity_sync.errors import RunError, WaitTimeout, grown
@@ -397,6 +397,8 @@ def deliver_each(side: TrainerSide, explorers: Mapping[str, ExplorerClient], ver
     """Have all explorers load concurrently, for modes in which a load depends on no other load. The limit is that of
     all hops of a load, so an explorer's own error, which names the hop, comes first.
     """
+    from trinity_sync.actors.calls import results  # imports Ray, which vLLM's workers may lack
+
     calls = [explorer.load(version) for explorer in explorers.values()]
     limit_s = grown(side.timeout_s, LOAD_HOPS * side.version_bytes.whole, more_s=ANSWER_S)
     try:

@@ -36,7 +36,6 @@ from trinity_sync.sync.base import (
     ExplorerSide,
     FindDestination,
     LeaseFolder,
-    MappedPart,
     PartMaps,
     Published,
     StateDictStore,
@@ -48,11 +47,11 @@ from trinity_sync.sync.base import (
 )
 from trinity_sync.sync.deltas import DeltaCopies, DeltaTransport, FolderDeltas, VersionDeltas
 from trinity_sync.sync.links import BucketNotice, End, Heartbeat, Spoke
-from trinity_sync.sync.memory import SlotMaps
+from trinity_sync.sync.maps import CopyMaps, FileMaps, check_layout, folder_of
 from trinity_sync.weights.delta import DeltaError
 from trinity_sync.weights.layout import Cut, PartLayout, Segment
 from trinity_sync.weights.part_delta import FROM_BASE_EVERY, KEPT_SPANS, Point, VersionIndex
-from trinity_sync.weights.shard_file import ShardFile, open_shard_file, write_shard_file
+from trinity_sync.weights.shard_file import ShardFile, write_shard_file
 
 if TYPE_CHECKING:
     import torch
@@ -258,7 +257,7 @@ class CheckpointTransport:
     def buckets(
         self, lease: Lease, broadcast: Broadcast | None, find_destination: FindDestination
     ) -> Generator[Bucket, None, None]:
-        folder = _folder(lease)
+        folder = folder_of(lease)
         with (
             self._lease_folder(folder, lease.version) if self._lease_folder else nullcontext(_nothing) as go_on,
             ExitStack() as opened,
@@ -272,7 +271,7 @@ class CheckpointTransport:
     def _open(self, folder: Path, info: PartInfo) -> ShardFile:
         with ExitStack() as opened:
             file = opened.enter_context(ShardFile(folder / shard_file(info.part)))
-            _check_layout(file.path, file.layout, info)
+            check_layout(file.path, file.layout, info)
             opened.pop_all()
         return file
 
@@ -293,38 +292,6 @@ class CheckpointTransport:
             data = memoryview(self._buffer)[: stop - start]
             file.read(start, data)
             yield Bucket(layout, number, data, None if info.buckets is None else info.buckets[number], cut)
-
-
-class FileMaps:
-    """Maps shard files (a `PartMaps`). If a mapped file is truncated, a signal ends the process."""
-
-    def map(self, lease: Lease) -> list[MappedPart]:
-        """Return the parts; the caller has leased their folder."""
-        folder, found = _folder(lease), []
-        for _, info in sorted(lease.parts.items()):
-            path = folder / shard_file(info.part)
-            layout, data = open_shard_file(path)
-            _check_layout(path, layout, info)
-            found.append(MappedPart(layout, data, info.buckets))
-        return found
-
-
-class CopyMaps(SlotMaps):
-    """Maps an explorer's copies, to which deltas were applied, and the files of versions without deltas."""
-
-    def map(self, lease: Lease) -> list[MappedPart]:
-        return super().map(lease) if lease.location is None else FileMaps().map(lease)
-
-
-def _folder(lease: Lease) -> Path:
-    if lease.location is None:
-        raise RunError(f"version {lease.version} has no folder, though the sync mode is checkpoint")
-    return Path(lease.location)
-
-
-def _check_layout(path: str | Path, layout: PartLayout, info: PartInfo) -> None:
-    if layout.digest != info.layout:
-        raise RunError(f"{path} has layout {layout.digest}, the version was staged with {info.layout}")
 
 
 def _nothing() -> None:

@@ -31,7 +31,6 @@ from trinity_sync.sync.base import (
     ExplorerSide,
     FindDestination,
     LayoutCache,
-    MappedPart,
     Published,
     SyncMode,
     TrainerSide,
@@ -49,6 +48,7 @@ from trinity_sync.sync.deltas import (
     shared_deltas,
 )
 from trinity_sync.sync.links import BucketNotice, Hub, Spoke
+from trinity_sync.sync.maps import SlotMaps
 from trinity_sync.sync.pieces import WantedPart
 from trinity_sync.weights.slots import MappedSegments
 
@@ -175,20 +175,6 @@ class MemoryTransport:
             layout, segment = layouts[info.part], self._segments.get(info.path, info.nbytes)
             for number, data, digest in in_buckets(layout, segment, info.buckets):
                 yield Bucket(layout, number, data, digest, lasts=True)
-
-
-class SlotMaps:
-    """Maps slots of this node, each once; a page only when it is touched (a `PartMaps`)."""
-
-    def __init__(self, layouts: LayoutCache) -> None:
-        self._layouts = layouts
-        self._segments = MappedSegments(populate=False)
-
-    def map(self, lease: Lease) -> list[MappedPart]:
-        return [
-            MappedPart(self._layouts.get(info), self._segments.get(info.path, info.nbytes), info.buckets)
-            for _, info in sorted(lease.parts.items())
-        ]
 
 
 def parts_here(

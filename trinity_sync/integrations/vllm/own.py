@@ -16,6 +16,7 @@ from trinity_sync.protocol.parts import PartInfo
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.arrivals import SharedSegment
 from trinity_sync.sync.base import ExplorerSide, LayoutCache
+from trinity_sync.sync.memory import MemoryMode
 from trinity_sync.weights.layout import PartLayout
 from trinity_sync.weights.shards import whole
 from trinity_sync.weights.staging import stage
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from trinity_sync.sync import Synchronizer
 
 _PART, _HERE = "state", "here"
-_MODE = {"_target_": "trinity_sync.sync.memory.MemoryMode"}
 _BUCKET_BYTES = 4 << 20
 
 
@@ -132,13 +132,12 @@ class EngineWeights:
         self._segment.close()
 
     def _make_target(self, shapes: Mapping[str, tuple[str, tuple[int, ...]]]) -> WorkerTarget:
-        side = ExplorerSide(
-            name=self._name, node=_HERE, agents={}, layouts=self._layouts, timeout_s=self._timeout_s, settings=_MODE
-        )
+        side = ExplorerSide(name=self._name, node=_HERE, agents={}, layouts=self._layouts, timeout_s=self._timeout_s)
         return WorkerTarget(
             self._control,
             workers=self._workers,
             tensors=shapes,
+            mode=MemoryMode(),
             side=side,
             verify="full",
             on_update=self._on_update,

@@ -28,7 +28,7 @@ from trinity_sync.integrations.vllm.control import EngineControl, OnUpdate
 from trinity_sync.integrations.vllm.worker_link import WorkerClient, WorkerLink
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.arrivals import Arrival, ArrivalReport, Shapes, SharedSegment, engine_memory
-from trinity_sync.sync.base import ExplorerSide, LocalCopies, SyncMode
+from trinity_sync.sync.base import ExplorerSide, LayoutCache, LocalCopies, SyncMode
 from trinity_sync.sync.memory import PartCopies
 from trinity_sync.sync.weight_loader import LiveTensors, LoadResult, check_digest, damage, lost_lease
 from trinity_sync.weights.apply import ChecksumError, Receiver
@@ -94,6 +94,7 @@ class WorkerTarget(EngineTarget):
     Args:
         workers: number of processes that hold its weights (tensor times pipeline parallel).
         tensors: the tensors of a version, as the engine takes them.
+        mode: the sync mode, whose `maps` are sent to the workers.
         start_timeout_s: limit for the workers to connect, seconds.
         on_switch: as of `EngineTarget`.
         copies: of parts that workers cannot map where they are; None: of parts on other nodes.
@@ -105,6 +106,7 @@ class WorkerTarget(EngineTarget):
         *,
         workers: int,
         tensors: Shapes,
+        mode: SyncMode,
         side: ExplorerSide,
         verify: str,
         on_update: OnUpdate,
@@ -124,23 +126,26 @@ class WorkerTarget(EngineTarget):
             {name: torch.empty(shape, dtype=self._dtypes[name], device="meta") for name, (_, shape) in tensors.items()}
         )
         self._link = WorkerLink(f"vLLM of {side.name}", workers)
-        names = receivers(side.name, workers)
+        names, layouts = receivers(side.name, workers), LayoutCache({}, side.timeout_s)
+        maps = mode.maps(replace(side, agents={}, layouts=layouts))  # workers reach no agent
+        self._workers_map = maps is not None
         self._giver = self._link.address.key
         try:
             control.connect(self._link.address)
             self._link.wait(start_timeout_s)
-            maps = self._link.ask(
+            self._link.ask(
                 WorkerClient.expect,
                 start_timeout_s,
                 self._giver,
                 names,
                 side.node,
                 dict(tensors),
-                dict(side.settings),
+                layouts,
+                maps,
+                {} if self._workers_map else dict(side.settings),  # has classes that a receiver lacks
                 verify,
                 side.timeout_s,
             )
-            self._workers_map = all(maps)
         except BaseException:
             self._link.close()
             raise

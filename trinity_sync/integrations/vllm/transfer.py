@@ -29,11 +29,11 @@ from vllm.model_executor.model_loader.reload.layerwise import (
     initialize_layerwise_reload,
 )
 
-from trinity_sync.config import build
 from trinity_sync.errors import ConfigError, RunError
+from trinity_sync.host.package_source import loaded_modules, source_checksums
 from trinity_sync.integrations.vllm.worker_link import WorkerAddress, serve
 from trinity_sync.sync.arrivals import Arrival, ArrivalReport, Arrivals, MappedArrivals, ReceivedArrivals, Shapes, Share
-from trinity_sync.sync.base import ExplorerSide, LayoutCache, SyncMode
+from trinity_sync.sync.base import ExplorerSide, LayoutCache, PartMaps, SyncMode, Transport
 from trinity_sync.weights.shards import listed
 from trinity_sync.weights.tensors import from_torch, rounds, to_torch
 
@@ -44,6 +44,9 @@ if TYPE_CHECKING:
 
 _CHECKED_BYTES = 1 << 20
 """Bytes of each tensor that are read back, at most."""
+
+_SOURCES = source_checksums(loaded_modules("trinity_sync"))
+"""Read now: the files may change while this process runs."""
 
 
 @dataclass
@@ -85,7 +88,8 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         address = WorkerAddress(init_info.path, init_info.key)
         self._giver, self._arrivals = giver, None
         try:
-            serve(address, self.parallel_config.rank, self, self._use_device, partial(self._given_up, giver))
+            rank, ended = self.parallel_config.rank, partial(self._given_up, giver)
+            serve(address, rank, _SOURCES, self, self._use_device, ended)
         except BaseException:
             self._giver, self._arrivals = before
             raise
@@ -143,23 +147,23 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         names: Sequence[str],
         node: str,
         tensors: Shapes,
+        layouts: LayoutCache,
+        maps: PartMaps | None,
         sync: Mapping[str, object],
         verify: str,
         timeout_s: float,
-    ) -> bool:
-        """Prepare for versions of these tensors; return whether their parts are mapped. `names`: of all workers."""
+    ) -> None:
+        """Prepare for versions of these tensors. `names`: of all workers. `maps`: with the same `layouts`; None: the
+        workers receive, by the mode of `sync`.
+        """
         self._check_giver(giver)
         self._check_dtypes(tensors)
-        mode = build("sync", sync, SyncMode)  # type: ignore[type-abstract]
-        layouts, rank = LayoutCache({}, timeout_s), self.parallel_config.rank
+        rank, workers = self.parallel_config.rank, self.parallel_config.world_size
+        if maps is not None:
+            self._arrivals = MappedArrivals(tensors, layouts, maps, verify, Share(rank, workers))
+            return
         side = ExplorerSide(name=names[rank], node=node, agents={}, layouts=layouts, timeout_s=timeout_s)
-        if (maps := mode.maps(side)) is not None:
-            self._arrivals = MappedArrivals(
-                tensors, layouts, maps, verify, Share(rank, self.parallel_config.world_size)
-            )
-        else:
-            self._arrivals = ReceivedArrivals(tensors, layouts, mode.transport(side), verify)
-        return maps is not None
+        self._arrivals = ReceivedArrivals(tensors, layouts, _transport(sync, side), verify)
 
     def _check_dtypes(self, tensors: Shapes) -> None:
         """Check that the model holds tensors in fp32 that arrive in fp32; vLLM would round them silently."""
@@ -235,6 +239,15 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
             self.model.load_weights(tensors)
         if waiting := unfilled(self.model):
             raise RunError(f"the version does not fill {listed(waiting)} of {type(self.model).__name__}")
+
+
+def _transport(sync: Mapping[str, object], side: ExplorerSide) -> Transport:
+    try:
+        from trinity_sync.config import build
+    except ModuleNotFoundError as error:  # the receiver alone is installed
+        told = f"{sync.get('_target_')} has workers of vLLM receive, which needs all of trinity-sync in its environment"
+        raise RunError(f"{told}: {error}") from error
+    return build("sync", sync, SyncMode).transport(side)  # type: ignore[type-abstract]
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:

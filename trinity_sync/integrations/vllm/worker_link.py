@@ -14,7 +14,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from functools import partial
 from pathlib import Path
@@ -24,9 +24,11 @@ from trinity_sync.actors.client import Client, MethodNames, RemoteMethod
 from trinity_sync.actors.explorer_client import EngineDeathError
 from trinity_sync.actors.local import Link, LocalHandle, LocalServer
 from trinity_sync.actors.pending import DeathError
-from trinity_sync.errors import WaitTimeout
+from trinity_sync.errors import ConfigError, WaitTimeout
 from trinity_sync.host.channel import SECRET_BYTES, Connection, Listener, open_connection, pack
+from trinity_sync.host.package_source import source_checksums
 from trinity_sync.host.threads import in_background
+from trinity_sync.weights.shards import listed
 
 if TYPE_CHECKING:
     from trinity_sync.integrations.vllm.transfer import TrinityTransfer
@@ -53,10 +55,11 @@ class WorkerAddress(NamedTuple):
 
 
 class WorkerHello(NamedTuple):
-    """A worker's first message."""
+    """A worker's first message. Its form stays: peers of all releases read it."""
 
     rank: int
     pid: int
+    sources: Mapping[str, int] | None = None  # of its loaded modules of this package; None: it is of an early release
 
 
 class WorkerClient(Client):
@@ -88,12 +91,15 @@ class WorkerLink:
         self._meeting = threading.Lock()
         self._workers: dict[int, _Worker] = {}
         self._complete = threading.Event()
+        self._refused: str | None = None
         self._listener = Listener(self.address.path, key, self._take, _CONNECT_S)
 
     def wait(self, timeout_s: float) -> None:
-        """Wait until all workers have connected; WaitTimeout if some have not."""
+        """Wait until all workers have connected. WaitTimeout: some have not. ConfigError: one has other sources."""
         if not self._complete.wait(timeout_s):
             raise WaitTimeout(self._who, f"have {self._count} workers connect", timeout_s)
+        if self._refused is not None:
+            raise ConfigError(self._refused)
         self._stop_listening()  # removes the folder now, however this process ends
 
     def ask(self, method: RemoteMethod[P, R], timeout_s: float, *args: P.args, **kwargs: P.kwargs) -> list[R]:
@@ -150,6 +156,15 @@ class WorkerLink:
             if self._complete.is_set() or self._listener.closed or hello.rank not in range(self._count):
                 connection.close()
                 return
+            if (differing := _differing(hello.sources)) is not None:
+                connection.close()
+                self._refused = (
+                    f"worker {hello.rank} of {self._who} has another release of this package than the explorer"
+                    f"{f' (differing: {listed(differing)})' if differing else ''}; install this one in the "
+                    "environment of vLLM (docs/install.md), and start vLLM again"
+                )
+                self._complete.set()
+                return
             if before := self._workers.pop(hello.rank, None):
                 before.handle.close()
             # without a limit of its own for a request to be read: a busy worker reads it later
@@ -160,20 +175,29 @@ class WorkerLink:
                 self._complete.set()
 
 
+def _differing(sources: Mapping[str, int] | None) -> Sequence[str] | None:
+    """Return the modules that have another checksum here, none for an early release; None: there are none."""
+    if sources is None:
+        return ()
+    here = source_checksums(sources)
+    return [name for name, checksum in sources.items() if here.get(name) != checksum] or None
+
+
 def serve(
     address: WorkerAddress,
     rank: int,
+    sources: Mapping[str, int],
     body: object,
     begin: Callable[[], None],
     end: Callable[[], None],
 ) -> None:
-    """Connect to the explorer as a worker, and answer its requests in a thread until it closes the connection. `body`:
-    the actor. `begin`, `end`: called first and last in the thread. Raises OSError, EOFError, ForeignPeerError,
-    WaitTimeout: the explorer does not listen, or does not accept.
+    """Connect to the explorer as a worker, and answer its requests in a thread until it closes the connection.
+    `sources`: as of `WorkerHello`. `body`: the actor. `begin`, `end`: called first and last in the thread. Raises
+    OSError, EOFError, ForeignPeerError, WaitTimeout: the explorer does not listen, or does not accept.
     """
     try:
         connection = open_connection(address.path, bytes.fromhex(address.key), _CONNECT_S)
-        connection.send(pack(WorkerHello(rank, os.getpid())), _CONNECT_S)
+        connection.send(pack(WorkerHello(rank, os.getpid(), sources)), _CONNECT_S)
     except TimeoutError:
         raise WaitTimeout(f"the process that listens at {address.path}", "take the connection", _CONNECT_S) from None
 
