@@ -25,8 +25,11 @@ from trinity_sync.config.schema import DeltaConfig
 from trinity_sync.errors import ConfigError
 from trinity_sync.integrations.vllm import own
 from trinity_sync.integrations.vllm.own import EngineWeights
+from trinity_sync.integrations.vllm.target import WorkerTarget
 from trinity_sync.integrations.vllm.worker_link import WorkerAddress
 from trinity_sync.sync.base import ExplorerSide
+from trinity_sync.sync.pieces import PieceServer
+from trinity_sync.weights.tensors import state_digest
 
 LIMIT = 60.0
 LATER = {
@@ -79,21 +82,28 @@ from trinity_sync.integrations.vllm import register
 from trinity_sync.integrations.vllm.transfer import InitInfo, TrinityTransfer
 
 transfer = TrinityTransfer(None, None, torch.device("cpu"), torch.nn.Linear(2, 2, dtype=torch.bfloat16))
-transfer.init_transfer_engine(InitInfo(*sys.argv[2:]))
+path, key, host, port = sys.argv[2:]
+transfer.init_transfer_engine(InitInfo(path, key, host, int(port)))
 sys.stdin.read()
 print(*(module.__file__ for name, module in sys.modules.items() if name.startswith("trinity_sync")), sep="\\n")
 """
 
 
 class Worker:
-    """A process with the receiver alone, as the `EngineControl` of the engine whose only worker it is."""
+    """A process with the receiver alone, as the `EngineControl` of the engine whose only worker it is.
+
+    Attributes:
+        path: of the explorer's socket, as it sees it; None: as it is.
+    """
+
+    path: str | None = None
 
     def __init__(self, installed: Path) -> None:
         self._installed = installed
 
     def connect(self, address: WorkerAddress) -> None:
         self._process = subprocess.Popen(
-            [sys.executable, "-c", WORKER, str(self._installed), *address],
+            [sys.executable, "-c", WORKER, str(self._installed), self.path or address.path, *map(str, address[1:])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -134,6 +144,7 @@ def worker(installed: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Worker]
 
 @pytest.fixture
 def weights(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> Iterator[EngineWeights]:
+    monkeypatch.setattr(own, "WorkerTarget", partial(WorkerTarget, host="127.0.0.1"))
     monkeypatch.setattr(own, "ExplorerSide", partial(ExplorerSide, settings={"delta": DeltaConfig(codec="auto")}))
     engine = SimpleNamespace(vllm_config=SimpleNamespace(parallel_config=SimpleNamespace(world_size=1)))
     with closing(EngineWeights(engine, cast("object", None), timeout_s=LIMIT)) as made:  # type: ignore[arg-type]
@@ -148,6 +159,18 @@ def test_versions_arrive_where_nothing_else_is_installed_by_all_of_the_wheel(
         assert weights.take(tensors, step) == weights.take(dict(reversed(tensors.items())), step)
     held = {name.removeprefix("trinity_sync/") for name in names(wheel)}
     assert worker.modules() == held - LATER
+
+
+def test_versions_arrive_over_tcp_where_no_memory_is_shared(
+    worker: Worker, weights: EngineWeights, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker.path = "/nowhere/workers"
+    served, hold = list[str](), PieceServer.hold
+    monkeypatch.setattr(PieceServer, "hold", lambda *given: (served.append(str(given[3].version)), hold(*given)))
+    for step in range(2):
+        tensors = {"embed": torch.randn(1 << 11, 1 << 11).bfloat16(), "norm": torch.randn(8).bfloat16()}
+        assert weights.take(tensors, step) == state_digest(tensors, None)
+    assert served == ["0", "1"]
 
 
 def test_a_receiver_of_other_sources_is_refused_and_the_module_is_named(

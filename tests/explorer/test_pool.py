@@ -552,10 +552,16 @@ def test_an_explorer_belongs_on_the_node_of_its_server(nodes: list[dict[str, Any
     assert server_node(f"http://{host}:8000") == node
 
 
-@pytest.mark.parametrize("host", ["10.0.0.3", "10.9.9.9", "nobody.invalid"])
-def test_a_server_that_is_on_no_node_is_refused(nodes: list[dict[str, Any]], host: str) -> None:
-    with pytest.raises(ConfigError, match=rf"has the address {host}, .* one of 10\.0\.0\.1, 10\.0\.0\.2$"):
+@pytest.mark.parametrize(("host", "why"), [("10.0.0.3", "the node was lost"), ("nobody.invalid", "no host has")])
+def test_a_server_on_a_lost_node_or_an_unknown_host_is_refused(
+    nodes: list[dict[str, Any]], host: str, why: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"{host} cannot be reached: {why}.* 10\.0\.0\.1, 10\.0\.0\.2$"):
         server_node(f"http://{host}:8000")
+
+
+def test_an_explorer_of_a_server_outside_the_cluster_runs_on_any_node(nodes: list[dict[str, Any]]) -> None:
+    assert server_node("http://10.9.9.9:8000") is None
 
 
 def test_where_ray_has_one_node_any_name_of_it_is_taken(nodes: list[dict[str, Any]]) -> None:

@@ -19,6 +19,7 @@ from trinity_sync.host.channel import Connection, Listener, open_connection
 from trinity_sync.protocol.versions import Version
 from trinity_sync.sync.pieces import (
     BroughtParts,
+    DirectFetcher,
     GoneError,
     NodeChain,
     PartFetcher,
@@ -286,6 +287,40 @@ def test_an_owner_that_stalls_twice_is_a_process_that_hangs(make_owner: MakeOwne
     with pytest.raises(ProcessLoss, match=r"^piece 0 .*, from the owner: the owner did not send .* within 0\.4 s"):
         node.bring(owner)
     silent.close()
+
+
+def direct(owner: Owner, told: list[str]) -> bytes:
+    """What arrives from the owner without a chain."""
+    memory = bytearray(len(owner.data))
+    into = PartPieces(VERSION, memoryview(memory), whole=False, piece_bytes=PIECE)
+    DirectFetcher(owner.server.source, SECRET, LIMIT).bring(owner.wanted()._replace(owner=None), into, told.append)
+    return bytes(memory)
+
+
+def test_a_part_comes_from_one_source_without_a_chain_and_goes_on_after_a_broken_connection(
+    make_owner: MakeOwner, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    owner, told = make_owner(random_bytes(6 * PIECE)), list[str]()
+    send = Connection.send_data
+
+    def break_once(self: Connection, data: memoryview, idle_s: float) -> None:
+        if data.obj is owner.held.piece(3).obj and bytes(data) == bytes(owner.held.piece(3)) and not told:
+            self.end()
+        send(self, data, idle_s)
+
+    monkeypatch.setattr(Connection, "send_data", break_once)
+    assert direct(owner, told) == owner.data
+    assert [one.first for one in owner.server.requests] == [0, 3]
+    assert [one.split(":")[0] for one in told] == [f"piece 3 of {PART} of version 7"]
+
+
+def test_a_piece_that_is_flipped_at_the_only_source_is_never_used(make_owner: MakeOwner) -> None:
+    owner, told = make_owner(random_bytes(6 * PIECE)), list[str]()
+    owner.held.digest(3)
+    owner.held.piece(3)[5] ^= 1
+    with pytest.raises(RunError, match=r"^piece 3 of rank-00000 of version 7: its bytes do not have its digest"):
+        direct(owner, told)
+    assert [one.first for one in owner.server.requests] == [0, 3, 3]
 
 
 def test_a_node_that_waits_for_its_own_source_is_not_taken_for_a_stalled_one(

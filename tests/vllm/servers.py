@@ -7,7 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -30,6 +30,8 @@ class RealServer:
         dev: whether it lets itself be given weights.
         environment: further variables of its processes.
         python: of the environment that it runs in.
+        before: words of its command before that.
+        host: where it listens.
     """
 
     def __init__(
@@ -40,23 +42,25 @@ class RealServer:
         dev: bool = True,
         environment: Mapping[str, str] | None = None,
         python: str = sys.executable,
+        before: Sequence[str] = (),
+        host: str = "127.0.0.1",
     ) -> None:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"http://{host}:{self.port}"
         self.model = model
         self._log = log
         self._arguments = arguments
         self._dev = dev
         self._environment = environment or {}
-        self._python = python
+        self._python, self._before, self._host = python, before, host
 
     def start(self, *, wait: bool = True) -> None:
         environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1"}
         environment |= {"VLLM_SERVER_DEV_MODE": str(int(self._dev)), **self._environment}
-        command = [self._python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model)]
-        command += ["--host", "127.0.0.1", "--port", str(self.port), "--dtype", "bfloat16", "--enforce-eager"]
+        command = [*self._before, self._python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(self.model)]
+        command += ["--host", self._host, "--port", str(self.port), "--dtype", "bfloat16", "--enforce-eager"]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(
                 [*command, *self._arguments],

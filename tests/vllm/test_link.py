@@ -210,6 +210,25 @@ def test_an_answer_may_pause_for_longer_than_a_connection_may_take(
     slow.close()
 
 
+@pytest.mark.parametrize("path", [None, "/nowhere/workers"], ids=["here", "elsewhere"])
+def test_workers_that_do_not_find_the_socket_connect_over_tcp(path: str | None) -> None:
+    with closing(WorkerLink("vLLM of explorer-0", 1, "127.0.0.1")) as made:
+        address = made.address if path is None else made.address._replace(path=path)
+        serve(address, 0, {}, SimpleNamespace(work=lambda: 7), lambda: None, lambda: None)
+        made.wait(LIMIT)
+        assert made.remote is (path is not None)
+        assert made.ask(method("work"), LIMIT) == [7]
+        with pytest.raises(OSError, match="refused"):
+            socket.create_connection((address.host, address.port), LIMIT)  # type: ignore[arg-type]
+
+
+def test_a_peer_without_the_key_is_refused_over_tcp_too() -> None:
+    with closing(WorkerLink("vLLM of explorer-0", 1, "127.0.0.1")) as made:
+        wrong = made.address._replace(path="/nowhere/workers", key="00" * 32)
+        with pytest.raises(ForeignPeerError):
+            serve(wrong, 0, {}, object(), lambda: None, lambda: None)
+
+
 def test_workers_that_do_not_come_are_waited_for_no_longer_than_that() -> None:
     made = WorkerLink("vLLM of explorer-0", 1)
     with pytest.raises(WaitTimeout, match=r"vLLM of explorer-0 did not have 1 workers connect within 0.1 s"):

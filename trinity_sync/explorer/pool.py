@@ -444,8 +444,8 @@ def has_node(url: str) -> bool:
 
 
 def server_node(url: str) -> str | None:
-    """Return Ray's id of the node on which a server runs; None: Ray has one node, which has to be it. Raises
-    ConfigError: no node has the server's address.
+    """Return Ray's id of the node on which a server runs; None: it is outside the cluster, or Ray has one node. Raises
+    ConfigError: its node was lost, or no host has the name.
     """
     nodes = {node["NodeManagerAddress"]: str(node["NodeID"]) for node in ray.nodes() if node["Alive"]}
     if len(nodes) == 1:
@@ -459,10 +459,10 @@ def server_node(url: str) -> str | None:
         return nodes[found[0]]
     if any(address == "::1" or address.startswith("127.") for address in addresses):
         return str(ray.get_runtime_context().get_node_id())
-    raise ConfigError(
-        f"explorer.url: no node of Ray's cluster has the address {host}, and an explorer runs on the node of its "
-        f"server; name it by one of {listed(sorted(nodes))}"
-    )
+    if not addresses or addresses & {node["NodeManagerAddress"] for node in ray.nodes()}:
+        told = "the node was lost" if addresses else "no host has this name"
+        raise ConfigError(f"explorer.url: {host} cannot be reached: {told}; Ray's nodes are {listed(sorted(nodes))}")
+    return None
 
 
 def _error_of(call: Call[str]) -> TrinityError | None:

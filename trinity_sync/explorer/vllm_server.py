@@ -26,7 +26,7 @@ from trinity_sync.explorer.texts import (
 from trinity_sync.host.logs import story
 from trinity_sync.host.masking import EnvironmentSecret
 from trinity_sync.integrations.vllm import BACKEND
-from trinity_sync.integrations.vllm.server import HttpControl, Json, ServerClient, lock_server
+from trinity_sync.integrations.vllm.server import HttpControl, Json, ServerClient, ServerRoute, lock_server
 from trinity_sync.integrations.vllm.target import FileTarget, WorkerTarget
 from trinity_sync.weights.shards import listed
 from trinity_sync.weights.tensors import rounds
@@ -120,6 +120,7 @@ class VLLMServerEngine(VLLMBase):
             verify=verify,
             on_update="wait",
             start_timeout_s=side.timeout_s,
+            host=ServerRoute.to(self._url).listening,
         )
         return self._target
 

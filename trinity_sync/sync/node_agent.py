@@ -529,6 +529,7 @@ class ObjectFetcher:
 
     def bring(self, wanted: WantedPart, into: PartPieces, tell: Callable[[str], None]) -> None:
         owner, limit_s = wanted.owner, grown(self._timeout_s, wanted.nbytes)
+        assert owner is not None, "a part of another node has an owner"
         [shared] = owner.share(wanted.version, wanted.slot, wanted.part).result(limit_s)
         coming: Call[np.ndarray] = Call(shared, owner.who, f"send {wanted}")
         into.fill(coming.result(limit_s).data)

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
 
 PIECE_BYTES = 4 << 20
 _CONNECT_S = 5.0
+_TRIES = 3
 _ALIVE_S = 1.0
 """A source that waits for a piece itself says so as often."""
 _HEAD = struct.Struct("!BI16s")
@@ -67,7 +68,7 @@ class WantedPart(NamedTuple):
     slot: int
     part: str
     nbytes: int
-    owner: AgentClient  # of the node that staged it
+    owner: AgentClient | None  # of the node that staged it; None: there is one source, see `DirectFetcher`
     again: bool = False  # a reader found its bytes damaged
 
     def __str__(self) -> str:
@@ -322,55 +323,18 @@ class PartFetcher(Protocol):
         ...
 
 
-class PieceFetcher:
-    """Over TCP, see the module.
+class PieceReader:
+    """Takes pieces from a source over TCP, see the module.
 
     Args:
-        server: of this node, which serves the pieces on.
-        secret: of the run.
+        secret: of the source.
         stall_s: timeout for a source to send something, seconds.
         reads: pieces are read with NIXL, where both sides have it.
     """
 
-    def __init__(self, server: PieceServer, secret: bytes, stall_s: float, *, reads: bool = False) -> None:
-        self._server, self._secret, self._stall_s, self._reads = server, secret, stall_s, reads
+    def __init__(self, secret: bytes, stall_s: float, *, reads: bool = False) -> None:
+        self._secret, self._stall_s, self._reads = secret, stall_s, reads
         self._sending: set[PieceSource] = set()  # sources whose memory cannot be read
-        self._unreachable: set[PieceSource] = set()  # which each version would try again for `_CONNECT_S`
-
-    def bring(self, wanted: WantedPart, into: PartPieces, tell: Callable[[str], None]) -> None:
-        asker = self._server.source
-        self._server.hold(wanted.slot, wanted.part, into)
-        failed = list(self._unreachable)
-        self._open_reads(tell)
-        while into.there < into.count:
-            asking = wanted.owner.source(wanted.version, wanted.slot, wanted.part, asker, failed)
-            source = asking.result(self._stall_s)
-            try:
-                self._take(wanted, into, source)
-            except ReadError as error:
-                into.check()
-                self._sending.add(source)
-                tell(f"piece {into.there} of {wanted}: {error}; so {source.who} sends its pieces from now on")
-            except (RunError, EOFError, OSError) as error:
-                into.check()
-                why = f"piece {into.there} of {wanted}, from {source.who}: {str(error) or 'it closed the connection'}"
-                unreachable = isinstance(error, UnreachableError)
-                if source in failed:  # the owner itself, once more
-                    if unreachable:
-                        raise
-                    raise (ProcessLoss if isinstance(error, ProcessLoss) else RunError)(why) from error
-                tell(why)
-                failed.append(source)
-                if unreachable and not source.owner:
-                    self._unreachable.add(source)
-
-    def _open_reads(self, tell: Callable[[str], None]) -> None:
-        if self._reads:
-            try:
-                open_reads()
-            except ReadError as error:
-                self._reads = False
-                tell(f"{error}; so parts travel over TCP to this node")
 
     def _take(self, wanted: WantedPart, into: PartPieces, source: PieceSource) -> None:
         with closing(self._connect(source)) as connection:
@@ -421,6 +385,76 @@ class PieceFetcher:
             raise RunError("its bytes do not have its digest")
         into.arrived(digest)
         return place
+
+
+class PieceFetcher(PieceReader):
+    """Over the chain of nodes, see the module.
+
+    Args:
+        server: of this node, which serves the pieces on.
+        secret, stall_s, reads: as of `PieceReader`; the secret is that of the run.
+    """
+
+    def __init__(self, server: PieceServer, secret: bytes, stall_s: float, *, reads: bool = False) -> None:
+        super().__init__(secret, stall_s, reads=reads)
+        self._server = server
+        self._unreachable: set[PieceSource] = set()  # which each version would try again for `_CONNECT_S`
+
+    def bring(self, wanted: WantedPart, into: PartPieces, tell: Callable[[str], None]) -> None:
+        assert wanted.owner is not None, "a part of a chain has an owner"
+        asker = self._server.source
+        self._server.hold(wanted.slot, wanted.part, into)
+        failed = list(self._unreachable)
+        self._open_reads(tell)
+        while into.there < into.count:
+            asking = wanted.owner.source(wanted.version, wanted.slot, wanted.part, asker, failed)
+            source = asking.result(self._stall_s)
+            try:
+                self._take(wanted, into, source)
+            except ReadError as error:
+                into.check()
+                self._sending.add(source)
+                tell(f"piece {into.there} of {wanted}: {error}; so {source.who} sends its pieces from now on")
+            except (RunError, EOFError, OSError) as error:
+                into.check()
+                why = f"piece {into.there} of {wanted}, from {source.who}: {str(error) or 'it closed the connection'}"
+                unreachable = isinstance(error, UnreachableError)
+                if source in failed:  # the owner itself, once more
+                    if unreachable:
+                        raise
+                    raise (ProcessLoss if isinstance(error, ProcessLoss) else RunError)(why) from error
+                tell(why)
+                failed.append(source)
+                if unreachable and not source.owner:
+                    self._unreachable.add(source)
+
+    def _open_reads(self, tell: Callable[[str], None]) -> None:
+        if self._reads:
+            try:
+                open_reads()
+            except ReadError as error:
+                self._reads = False
+                tell(f"{error}; so parts travel over TCP to this node")
+
+
+class DirectFetcher(PieceReader):
+    """From one source, to which no node agent leads; another try goes on with the piece that failed."""
+
+    def __init__(self, source: PieceSource, secret: bytes, stall_s: float) -> None:
+        super().__init__(secret, stall_s)
+        self._source = source
+
+    def bring(self, wanted: WantedPart, into: PartPieces, tell: Callable[[str], None]) -> None:
+        for left in reversed(range(_TRIES)):
+            try:
+                self._take(wanted, into, self._source)
+                return
+            except (RunError, EOFError, OSError) as error:
+                into.check()
+                why = f"piece {into.there} of {wanted}: {str(error) or 'the connection was closed'}"
+                if not left or isinstance(error, UnreachableError):
+                    raise (ProcessLoss if isinstance(error, ProcessLoss) else RunError)(why) from error
+                tell(why)
 
 
 _AT_ONCE = 4

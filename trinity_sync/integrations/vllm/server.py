@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
+import ipaddress
 import logging
 import os
 import secrets
@@ -58,15 +59,39 @@ class ServerFacts(NamedTuple):
     version: str  # of vLLM
 
 
+class ServerRoute(NamedTuple):
+    """The addresses of this node and of a server, as they reach each other. Equal: the server is on this node."""
+
+    here: str
+    server: str
+
+    @classmethod
+    def to(cls, url: str) -> ServerRoute:
+        """Look it up; sends nothing. OSError: there is no such host. RunError: there is no route to it."""
+        at = httpx.URL(url)
+        for family, kind, *_, address in socket.getaddrinfo(at.host, at.port or at.scheme, type=socket.SOCK_DGRAM):
+            with suppress(OSError), socket.socket(family, kind) as asking:  # such as ::1 where there is no IPv6
+                asking.connect(address)
+                here, server = asking.getsockname()[0], asking.getpeername()[0]
+                return cls(here, here if ipaddress.ip_address(server).is_loopback else server)
+        raise RunError(f"this node has no route to {at.host}, the host of explorer.url")
+
+    @property
+    def listening(self) -> str | None:
+        """The address at which the server reaches this node; None: it is on the loopback interface."""
+        return None if ipaddress.ip_address(self.here).is_loopback else self.here
+
+
 def lock_server(url: str, timeout_s: float = 5.0) -> socket.socket:
-    """Lock a server of this node against other programs that give it weights, of any user.
+    """Lock a server against other programs of this node that give it weights, of any user.
 
     The lock is an abstract socket: it ends with this process, and all who reach the server's port see it. An address
-    has several names, so the port alone counts. `timeout_s`: timeout of the wait for the end of an earlier explorer,
-    seconds.
+    has several names, so of a server on this node the port alone counts. `timeout_s`: timeout of the wait for the end
+    of an earlier explorer, seconds.
     """
-    at = httpx.URL(url)
-    name = f"\0trinity-sync-vllm-server-{at.port or at.scheme}"
+    at, route = httpx.URL(url), ServerRoute.to(url)
+    elsewhere = "" if route.here == route.server else f"-{route.server}"
+    name = f"\0trinity-sync-vllm-server{elsewhere}-{at.port or at.scheme}"
     lock = socket.socket(socket.AF_UNIX)
     until = time.monotonic() + timeout_s
     while True:
@@ -326,7 +351,8 @@ class HttpControl:
         except EngineDeathError:
             raise
         except RunError as error:
-            raise RunError(f"{error}; it has to run on the node of the explorer, as the same user") from error
+            place = "" if address.host is None else f" or {address.host}:{address.port}"
+            raise RunError(f"{error}; its workers have to reach the explorer at {address.path}{place}") from error
 
     def pause(self, how: OnUpdate) -> None:
         self.check()

@@ -28,8 +28,10 @@ from trinity_sync.integrations.vllm.control import EngineControl, OnUpdate
 from trinity_sync.integrations.vllm.worker_link import WorkerClient, WorkerLink
 from trinity_sync.protocol.versions import Lease, Version
 from trinity_sync.sync.arrivals import Arrival, ArrivalReport, Shapes, SharedSegment, engine_memory
-from trinity_sync.sync.base import ExplorerSide, LayoutCache, LocalCopies, SyncMode
+from trinity_sync.sync.base import ExplorerSide, LayoutCache, LocalCopies, PartMaps, SyncMode
+from trinity_sync.sync.maps import SlotMaps
 from trinity_sync.sync.memory import PartCopies
+from trinity_sync.sync.pieces import PIECE_BYTES, PartPieces, PieceServer, WantedPart
 from trinity_sync.sync.weight_loader import LiveTensors, LoadResult, check_digest, damage, lost_lease
 from trinity_sync.weights.apply import ChecksumError, Receiver
 from trinity_sync.weights.digests import version_digest
@@ -95,6 +97,7 @@ class WorkerTarget(EngineTarget):
         workers: number of processes that hold its weights (tensor times pipeline parallel).
         tensors: the tensors of a version, as the engine takes them.
         mode: the sync mode, whose `maps` are sent to the workers.
+        host: address of this machine for workers on others; None: there are none.
         start_timeout_s: limit for the workers to connect, seconds.
         on_switch: as of `EngineTarget`.
         copies: of parts that workers cannot map where they are; None: of parts on other nodes.
@@ -113,6 +116,7 @@ class WorkerTarget(EngineTarget):
         start_timeout_s: float,
         on_switch: Callable[[Version], None] = lambda version: None,
         copies: LocalCopies | None = None,
+        host: str | None = None,
     ) -> None:
         super().__init__(control, side, on_update, on_switch)
         self._verify = verify
@@ -125,14 +129,17 @@ class WorkerTarget(EngineTarget):
         self._expected = Receiver(
             {name: torch.empty(shape, dtype=self._dtypes[name], device="meta") for name, (_, shape) in tensors.items()}
         )
-        self._link = WorkerLink(f"vLLM of {side.name}", workers)
+        self._link = WorkerLink(f"vLLM of {side.name}", workers, host)
         names, layouts = receivers(side.name, workers), LayoutCache({}, side.timeout_s)
         maps = mode.maps(replace(side, agents={}, layouts=layouts))  # workers reach no agent
         self._workers_map = maps is not None
+        self._sender: PartSender | None = None
         self._giver = self._link.address.key
         try:
             control.connect(self._link.address)
             self._link.wait(start_timeout_s)
+            if self._link.remote and (here := mode.maps(side)) is not None:
+                self._sender, maps = PartSender(self._link, here, side), SlotMaps(layouts)
             self._link.ask(
                 WorkerClient.expect,
                 start_timeout_s,
@@ -156,13 +163,17 @@ class WorkerTarget(EngineTarget):
         if digests != self._checked:
             layouts = [self._side.layouts.get(info) for info in lease.parts.values()]
             self._expected.check(layouts)
-            self._place = self._make_room(layouts) if self._workers_map else None
+            together = WholeTensors(layouts, self._dtypes).together
+            self._together_bytes = together.nbytes
+            self._place = self._make_room(together) if self._workers_map and self._sender is None else None
             self._checked = digests
 
     def take(self, lease: Lease, broadcast: Broadcast | None, give_up: Callable[[], None]) -> LoadResult:
         """Have a version arrive, then load it into the model."""
         here = lease if broadcast is not None else self._copies.localize(lease)
         with self._kept(here) as go_on:
+            if self._sender is not None:
+                here, self._place = self._sender.send(here, self._together_bytes)
             taken = self._receive(lease, here, broadcast)
             go_on()
             try:
@@ -184,13 +195,14 @@ class WorkerTarget(EngineTarget):
 
     def close(self) -> None:
         """Disconnect the workers and free the memory."""
+        if self._sender is not None:
+            self._sender.close()
         self._link.close()
         self._copies.close()
         self._together.close()
 
-    def _make_room(self, layouts: Sequence[PartLayout]) -> str | None:
+    def _make_room(self, together: PartLayout) -> str | None:
         """Return the file in which workers assemble split tensors, None without such tensors."""
-        together = WholeTensors(layouts, self._dtypes).together
         if not together.nbytes:
             self._together.close()
             return None
@@ -205,7 +217,7 @@ class WorkerTarget(EngineTarget):
         digest = self._prove(lease, layouts, arrived) if self._verify == "full" else None
         # a slot holds the version only during the lease; a file does not change
         moved = arrived[0].moved if self._copies.moved is None else self._copies.moved
-        in_slot = lease.location is None and self._copies.moved is None
+        in_slot = lease.location is None and self._copies.moved is None and self._sender is None
         apply_s = arrived[0].apply_s + self._copies.apply_s  # one of them
         return LoadResult(moved, digest, arrived[0].reread and in_slot, apply_s)
 
@@ -256,6 +268,37 @@ class WorkerTarget(EngineTarget):
                 raise RunError(
                     f"worker {rank} of vLLM was given version {version}, but holds other values of {listed(differing)}"
                 )
+
+
+class PartSender:
+    """Serves the parts of versions to workers on another machine, where worker 0 fetches them for all. `maps`: of this
+    process.
+    """
+
+    def __init__(self, link: WorkerLink, maps: PartMaps, side: ExplorerSide) -> None:
+        self._link, self._maps, self._side = link, maps, side
+        self._stall_s = grown(side.timeout_s, PIECE_BYTES, more_s=-side.timeout_s * 3 / 4)
+        key = link.address.key
+        self._server = PieceServer(str(link.address.host), bytes.fromhex(key), side.name, self._stall_s)
+
+    def send(self, lease: Lease, together: int) -> tuple[Lease, str | None]:
+        """Return the lease with the parts named by their copies there, and a file there of `together` bytes."""
+        wanted = []
+        for layout, data, _ in self._maps.map(lease):
+            held = PartPieces(lease.version, memoryview(data)[: layout.nbytes], whole=True)
+            self._server.hold(0, layout.part, held)
+            wanted.append(WantedPart(lease.version, 0, layout.part, layout.nbytes, None, lease.again))
+        limit_s = grown(self._side.timeout_s, lease.nbytes)
+        key, source = self._link.address.key, self._server.source
+        fetched, *_ = self._link.ask(WorkerClient.fetch, limit_s, key, source, wanted, together, self._stall_s)
+        *paths, place = fetched
+        found = dict(zip((one.part for one in wanted), paths, strict=True))
+        parts = {part: replace(info, path=found[part]) for part, info in lease.parts.items()}
+        return replace(lease, parts=parts, location=None), place if together else None
+
+    def close(self) -> None:
+        """Serve no more."""
+        self._server.close()
 
 
 class FileTarget(EngineTarget):

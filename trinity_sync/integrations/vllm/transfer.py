@@ -32,8 +32,19 @@ from vllm.model_executor.model_loader.reload.layerwise import (
 from trinity_sync.errors import ConfigError, RunError
 from trinity_sync.host.package_source import loaded_modules, source_checksums
 from trinity_sync.integrations.vllm.worker_link import WorkerAddress, serve
-from trinity_sync.sync.arrivals import Arrival, ArrivalReport, Arrivals, MappedArrivals, ReceivedArrivals, Shapes, Share
+from trinity_sync.sync.arrivals import (
+    Arrival,
+    ArrivalReport,
+    Arrivals,
+    MappedArrivals,
+    ReceivedArrivals,
+    Shapes,
+    Share,
+    engine_memory,
+)
 from trinity_sync.sync.base import ExplorerSide, LayoutCache, PartMaps, SyncMode, Transport
+from trinity_sync.sync.pieces import BroughtParts, DirectFetcher, PieceSource, WantedPart
+from trinity_sync.weights.packing import TOGETHER
 from trinity_sync.weights.shards import listed
 from trinity_sync.weights.tensors import from_torch, rounds, to_torch
 
@@ -55,6 +66,8 @@ class InitInfo(WeightTransferInitInfo):
 
     path: str
     key: str
+    host: str | None = None
+    port: int | None = None
 
 
 @dataclass
@@ -78,6 +91,7 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         super().__init__(config, vllm_config, device, model)
         self._arrivals: Arrivals | None = None
         self._giver: str | None = None
+        self._brought: dict[str, BroughtParts] = {}  # by giver; for workers on another machine than it
         self._filled = False  # a version is in the model, and the session has to be finished
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
@@ -85,7 +99,7 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
         are never loaded for it. An address at which no process answers changes nothing.
         """
         giver, before = init_info.key, (self._giver, self._arrivals)
-        address = WorkerAddress(init_info.path, init_info.key)
+        address = WorkerAddress(init_info.path, init_info.key, init_info.host, init_info.port)
         self._giver, self._arrivals = giver, None
         try:
             rank, ended = self.parallel_config.rank, partial(self._given_up, giver)
@@ -179,6 +193,27 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
                 f"{own}; set explorer.dtype=fp32, or leave them out of sync.keep_fp32"
             )
 
+    def fetch(
+        self,
+        giver: str,
+        source: PieceSource,
+        wanted: Sequence[WantedPart],
+        together: int,
+        stall_s: float,
+    ) -> Sequence[str]:
+        """Bring parts to this machine, by worker 0 for all; return their files, and one of `together` bytes. `stall_s`:
+        limit for the explorer to send something, seconds.
+        """
+        self._check_giver(giver)
+        if self.parallel_config.rank:
+            return ()
+        if giver not in self._brought:
+            fetcher = DirectFetcher(source, bytes.fromhex(giver), stall_s)
+            self._brought[giver] = BroughtParts([fetcher], partial(engine_memory, "vllm"))
+        brought = self._brought[giver]
+        coming = [brought.bring(one) for one in wanted]
+        return [*(one.result() for one in coming), str(brought.reserve(TOGETHER, together).path(0, TOGETHER))]
+
     def take(self, giver: str, arrival: Arrival) -> ArrivalReport:
         """Have a version arrive."""
         self._check_giver(giver)
@@ -219,6 +254,8 @@ class TrinityTransfer(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def _given_up(self, giver: str) -> None:
         """Free the versions of an explorer that is gone."""
+        if brought := self._brought.pop(giver, None):
+            brought.close()
         if self._giver == giver:
             self._arrivals = None
 

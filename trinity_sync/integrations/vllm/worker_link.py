@@ -1,6 +1,7 @@
 """A socket between an explorer and the workers of its vLLM engine. Each worker connects and becomes a local actor. It
 answers in a thread while its engine generates; a call over vLLM's own control would block the engine. Both sides prove
-a key, which the workers get through vLLM.
+a key, which the workers get through vLLM. Workers that do not find the Unix socket are on another machine, or in a
+container, and connect over TCP.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import math
 import os
 import secrets
 import shutil
+import socket
 import tempfile
 import threading
 import time
@@ -25,7 +27,7 @@ from trinity_sync.actors.explorer_client import EngineDeathError
 from trinity_sync.actors.local import Link, LocalHandle, LocalServer
 from trinity_sync.actors.pending import DeathError
 from trinity_sync.errors import ConfigError, WaitTimeout
-from trinity_sync.host.channel import SECRET_BYTES, Connection, Listener, open_connection, pack
+from trinity_sync.host.channel import SECRET_BYTES, Address, Connection, Listener, open_connection, pack
 from trinity_sync.host.package_source import source_checksums
 from trinity_sync.host.threads import in_background
 from trinity_sync.weights.shards import listed
@@ -48,10 +50,19 @@ _GRACE_S = 0.5
 
 
 class WorkerAddress(NamedTuple):
-    """Path of the socket and its key, hex."""
+    """Path of the socket and its key, hex. `host`, `port`: for workers on other machines; None: there are none."""
 
     path: str
     key: str
+    host: str | None = None
+    port: int | None = None
+
+    @property
+    def place(self) -> Address:
+        """Where this process connects."""
+        if self.host is None or self.port is None or os.path.exists(self.path):  # noqa: PTH110 - of no permission, too
+            return self.path
+        return self.host, self.port
 
 
 class WorkerHello(NamedTuple):
@@ -65,6 +76,7 @@ class WorkerHello(NamedTuple):
 class WorkerClient(Client):
     """Client of a worker. `giver` is the key of the explorer's address."""
 
+    fetch = RemoteMethod(TrinityTransfer.fetch, "fetch the version")
     expect = RemoteMethod(TrinityTransfer.expect, "prepare for versions")
     take = RemoteMethod(TrinityTransfer.take, "take the version")
     show = RemoteMethod(TrinityTransfer.show, "compare its weights with version {1}")
@@ -78,21 +90,28 @@ class _Worker(NamedTuple):
 
 
 class WorkerLink:
-    """The explorer's end. `who`: the explorer's name in errors. `workers`: their number."""
+    """The explorer's end. `who`: the explorer's name in errors. `workers`: their number. `host`: address of this
+    machine for workers on others; None: there are none. `remote`: they are on others.
+    """
 
-    def __init__(self, who: str, workers: int) -> None:
+    def __init__(self, who: str, workers: int, host: str | None = None) -> None:
         self._who = who
         # a socket's path has 107 characters at most
         short = None if len(tempfile.gettempdir()) < _LONGEST_FOLDER else "/tmp"
         self._folder = Path(tempfile.mkdtemp(prefix="trinity-vllm-", dir=short))
         key = secrets.token_bytes(SECRET_BYTES)
-        self.address = WorkerAddress(str(self._folder / "workers"), key.hex())
+        path = str(self._folder / "workers")
         self._count = workers
         self._meeting = threading.Lock()
         self._workers: dict[int, _Worker] = {}
         self._complete = threading.Event()
         self._refused: str | None = None
-        self._listener = Listener(self.address.path, key, self._take, _CONNECT_S)
+        self.remote = False
+        self._listeners = [Listener(path, key, self._take, _CONNECT_S)]
+        self.address = WorkerAddress(path, key.hex())
+        if host is not None:
+            self._listeners.append(Listener((host, 0), key, self._take, _CONNECT_S))
+            self.address = self.address._replace(host=host, port=int(self._listeners[-1].address[1]))
 
     def wait(self, timeout_s: float) -> None:
         """Wait until all workers have connected. WaitTimeout: some have not. ConfigError: one has other sources."""
@@ -146,14 +165,15 @@ class WorkerLink:
                 worker.handle.close()
 
     def _stop_listening(self) -> None:
-        self._listener.close()
+        for listener in self._listeners:
+            listener.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _take(self, connection: Connection) -> None:
         link = Link(connection, f"a worker of {self._who}", _CONNECT_S)
         hello: WorkerHello = link.hello
         with self._meeting:
-            if self._complete.is_set() or self._listener.closed or hello.rank not in range(self._count):
+            if self._complete.is_set() or self._listeners[0].closed or hello.rank not in range(self._count):
                 connection.close()
                 return
             if (differing := _differing(hello.sources)) is not None:
@@ -171,6 +191,7 @@ class WorkerLink:
             handle = LocalHandle(link, send_s=math.inf)
             client = WorkerClient(handle, f"worker {hello.rank} of {self._who}")
             self._workers[hello.rank] = _Worker(hello.pid, handle, client)
+            self.remote |= connection.socket.family != socket.AF_UNIX
             if len(self._workers) == self._count:
                 self._complete.set()
 
@@ -196,10 +217,10 @@ def serve(
     OSError, EOFError, ForeignPeerError, WaitTimeout: the explorer does not listen, or does not accept.
     """
     try:
-        connection = open_connection(address.path, bytes.fromhex(address.key), _CONNECT_S)
+        connection = open_connection(place := address.place, bytes.fromhex(address.key), _CONNECT_S)
         connection.send(pack(WorkerHello(rank, os.getpid(), sources)), _CONNECT_S)
     except TimeoutError:
-        raise WaitTimeout(f"the process that listens at {address.path}", "take the connection", _CONNECT_S) from None
+        raise WaitTimeout(f"the process that listens at {place}", "take the connection", _CONNECT_S) from None
 
     async def answer() -> None:
         server = LocalServer()
