@@ -34,8 +34,8 @@ AIMS = {
 """The figures to reach; at most so many of each."""
 
 LIMITS = {
-    "lines": 75_168,
-    "modules": 295,
+    "lines": 75_737,
+    "modules": 297,
     "docstring lines / code lines": 0.21,
     "import lines / code lines": 0.1,
     "modules on the path of a full save": 13,
