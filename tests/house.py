@@ -34,7 +34,7 @@ AIMS = {
 """The figures to reach; at most so many of each."""
 
 LIMITS = {
-    "lines": 75_737,
+    "lines": 75_738,
     "modules": 297,
     "docstring lines / code lines": 0.21,
     "import lines / code lines": 0.1,

@@ -136,6 +136,18 @@ def test_memory_of_a_read_that_was_given_up_is_not_used_again(
     assert reads._rooms[0] is not used
 
 
+def test_a_read_takes_new_memory_only_where_none_is_large_enough(nixl: type[StandIn]) -> None:
+    """Parts of several sizes are read at the same time, and give their memory back in any order."""
+    reads, into = MemoryReads(), memoryview(bytearray(64))
+    place = reads.place(memoryview(bytearray(64)))
+    reads.read(place, 0, into, 1.0)
+    large = reads._rooms.pop()
+    reads.read(place, 0, into[:8], 1.0)
+    reads._rooms.insert(0, large)
+    reads.read(place, 0, into, 1.0)
+    assert len(reads._rooms) == 2
+
+
 def test_a_read_for_a_slot_that_has_another_version_now_is_given_up(
     nixl: type[StandIn], make_owner: MakeOwner, make_node: MakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:

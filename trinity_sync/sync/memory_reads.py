@@ -76,7 +76,8 @@ class MemoryReads:
         `check` is called meanwhile; its error gives the read up.
         """
         with self._lock:
-            room = self._rooms.pop() if self._rooms and len(self._rooms[-1]) >= len(into) else None
+            fits = [number for number, room in enumerate(self._rooms) if len(room) >= len(into)]
+            room = self._rooms.pop(fits[0]) if fits else None
         try:
             if room is None:
                 room = np.empty(len(into), np.uint8)
