@@ -127,7 +127,7 @@ def test_a_delta_has_a_quarter_of_the_constant_and_the_time_of_its_own_bytes(mon
 
 def test_the_wait_for_loads_outlasts_the_hops_of_each_load(monkeypatch: pytest.MonkeyPatch) -> None:
     waited: list[float] = []
-    monkeypatch.setattr(base, "results", lambda calls, limit_s: waited.append(limit_s) or [])
+    monkeypatch.setattr("trinity_sync.actors.calls.results", lambda calls, limit_s: waited.append(limit_s) or [])
     whole, silent = 8 * 2_000 * MB, Patient()
     side = TrainerSide(
         synchronizer=silent,  # type: ignore[arg-type]

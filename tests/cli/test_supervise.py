@@ -110,7 +110,7 @@ def begin(launcher: StandIn) -> Callable[[object], int]:
 
     def behave(cfg: object) -> int:
         if (driver := supervision.driver()) is not None:
-            driver.begun(launcher.calls[-1].run_dir, 0, most=3, restarts=[], story=[])
+            driver.begun(launcher.calls[-1].run_dir, 0, Note(most=3, restarts=[], story=[]))
         return 0
 
     return behave
