@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import glob
 import json
 import os
 import re
@@ -25,8 +26,9 @@ STATE_FILES = 6  # of two ranks: model, optimizer and the rest
 
 def ray_folders(run_pid: int) -> list[Path]:
     """Where Ray has the session of this driver process, which bears its number."""
-    sessions = Path(tempfile.gettempdir()).glob(f"trinity-ray-{os.geteuid()}-*/session_*_{run_pid}")
-    return [session.parent for session in sessions]
+    wanted = Path(tempfile.gettempdir(), f"trinity-ray-{os.geteuid()}-*", f"session_*_{run_pid}")
+    # not `Path.glob`, which fails where the folder of another run goes meanwhile
+    return [Path(session).parent for session in glob.glob(str(wanted))]  # noqa: PTH207
 
 
 def leftovers(run_pid: int) -> list[str]:
@@ -37,10 +39,11 @@ def leftovers(run_pid: int) -> list[str]:
         try:
             environment = (entry / "environ").read_bytes().decode(errors="replace")
             state = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
+            command = (entry / "cmdline").read_text()[:80]
         except OSError:
             continue
         if f"TRINITY_SYNC_DRIVER={run_pid}\0" in environment and int(entry.name) != run_pid and state != "Z":
-            found.append(f"process {entry.name}: {(entry / 'cmdline').read_text()[:80]}")
+            found.append(f"process {entry.name}: {command}")
     return found
 
 

@@ -13,6 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, ClassVar
+from unittest.mock import Mock
 
 import psutil
 import pytest
@@ -173,10 +174,10 @@ def test_without_nixl_parts_travel_over_tcp_and_that_is_told(
     assert bytes(node.memory) == DATA
 
 
-def test_a_source_without_nixl_sends_its_pieces(
+def test_a_source_whose_memory_nixl_does_not_take_sends_its_pieces(
     nixl: type[StandIn], make_owner: MakeOwner, make_node: MakeNode, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("trinity_sync.sync.pieces._place", lambda held: None)
+    monkeypatch.setattr(nixl, "register_memory", Mock(side_effect=MemoryError("no more keys")))
     owner, node = make_owner(DATA), reading(make_node("one"))
     [told] = node.bring(owner)
     assert "its source has no NIXL; so the owner sends" in told
