@@ -18,6 +18,7 @@ from unittest.mock import Mock
 import psutil
 import pytest
 
+from tests.extra_packages import fetch
 from tests.patience import until
 from tests.sync.test_pieces import PIECE, Node, Owner, make_node, make_owner, random_bytes
 from trinity_sync.errors import RunError
@@ -250,12 +251,7 @@ def test_a_source_that_dies_or_stalls_within_a_read_of_nixl_is_an_error_in_time(
 @pytest.mark.skipif(NIXL, reason="it is installed")
 def test_nixl_itself_brings_the_same_bytes(tmp_path: Path) -> None:
     """These tests, and a version over two raylets, in an environment that has it."""
-    uv = [str(Path(sys.executable).with_name("uv")), "pip", "install", "--quiet", "--python", sys.executable]
-    asked = subprocess.run(
-        [*uv, "--no-deps", "--target", str(tmp_path), "nixl", "nixl-cu12"], capture_output=True, text=True
-    )
-    if asked.returncode:
-        pytest.skip(f"NIXL cannot be fetched: {asked.stderr.strip()[-200:]}")
+    fetch(tmp_path, "nixl", "nixl-cu12")
     nodes = HERE.parents[1] / "nodes" / "test_nodes.py"
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-k", "nixl", "-m", "not all"]
     ended = subprocess.run(

@@ -17,6 +17,7 @@ import pytest
 import torch
 from xxhash import xxh3_128_digest
 
+from tests.extra_packages import fetch
 from trinity_sync import weights
 from trinity_sync.weights import tensors
 from trinity_sync.weights.tensors import from_torch, row_digests
@@ -117,10 +118,7 @@ def test_a_kernel_that_fails_later_has_its_rows_copied(
 @pytest.mark.skipif(bool(os.environ.get("TRITON_INTERPRET")), reason="this is the interpreter")
 def test_the_kernel_gives_the_same_bytes_in_tritons_interpreter(tmp_path: Path) -> None:
     """The installation for CPUs leaves Triton out."""
-    uv = [str(Path(sys.executable).with_name("uv")), "pip", "install", "--quiet", "--python", sys.executable]
-    asked = subprocess.run([*uv, "--no-deps", "--target", str(tmp_path), "triton"], capture_output=True, text=True)
-    if asked.returncode:
-        pytest.skip(f"Triton cannot be fetched: {asked.stderr.strip()[-200:]}")
+    fetch(tmp_path, "triton")
     command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", __file__]
     environment = os.environ | {"PYTHONPATH": str(tmp_path), "TRITON_INTERPRET": "1"}
     ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
